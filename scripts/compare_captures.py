@@ -14,10 +14,9 @@ import torch.distributed as dist
 
 from torchtitan_graph.blueprint import Blueprint
 from torchtitan_graph.check.captures import Comparing
-from torchtitan_graph.command import run_command
+from torchtitan_graph.command import command, run_command
 from torchtitan_graph.config import DRY, check, load, ranks_asked_for, read_beside
-from torchtitan_graph.errors import UserError
-from torchtitan_graph.log import init_logging, logger
+from torchtitan_graph.log import logger
 from torchtitan_graph.torch_private.distributed import init_fake_process_group
 
 
@@ -29,7 +28,6 @@ def compare(words: Sequence[str]) -> Comparing:
     """
     config = load([*words, *DRY])
     world_size = ranks_asked_for() or 1
-    init_logging()
     for notice in check(config, world_size):
         logger.warning(notice)
     blueprint = Blueprint(config, world_size)
@@ -43,17 +41,14 @@ def compare(words: Sequence[str]) -> Comparing:
     return comparing
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@command
+def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--values", action="store_true", help="list what the graph rests on beside its inputs")
     options, of_training = read_beside(parser, argv)
-    try:
-        found = compare(of_training).found
-    except UserError as error:
-        logger.error(str(error))
-        return 2
+    found = compare(of_training).found
     for number, each in enumerate(found, 1):
         rests_on = [f"  rests on {value}" for value in each.values if options.values]
         print(f"graph {number} of {len(found)}:", "\n".join([*each.lines(), *rests_on]))

@@ -16,7 +16,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("checkpoint", type=Path, help="folder `step-N`, or one of a run: its newest")
     parser.add_argument("out", type=Path, help="folder to make")
-    parser.add_argument("--config", type=Path, help="the run's configuration, if it is not where a run leaves it")
+    parser.add_argument(
+        "--job.config_file",
+        dest="config",
+        type=Path,
+        help="the run's configuration, if it is not where a run leaves it",
+    )
     parser.add_argument("--like", type=Path, help="instead: take the architecture from this folder's config.json")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     options = parser.parse_args()

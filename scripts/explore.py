@@ -1,7 +1,7 @@
-"""Write a page to explore a step with: python scripts/explore.py my.toml -o step.html
+"""Write a page to explore a step with: python scripts/explore.py --job.config_file my.toml -o step.html
 
-RUN_OR_CONFIG is a configuration, or the folder of a run, whose saved configuration is taken. What train.py takes is
-taken here as well, as --training.seq_len 512; NGPU=64 in front shows one rank of 64. The graphs are built as a dry run
+A run's folder in place of the file stands for its configuration, and adds what the run measured. All options of
+training are taken, as --training.seq_len 512; NGPU=64 in front shows one rank of 64. The graphs are built as a dry run
 does: nothing is allocated or sent. The page is one HTML file, and opens without a network.
 """
 
@@ -20,13 +20,13 @@ from torchtitan_graph.analysis.liveness import input_memory
 from torchtitan_graph.analysis.measured import find_trace, has_traces, measured
 from torchtitan_graph.analysis.scopes import charges, in_a_row
 from torchtitan_graph.blueprint import Blueprint
-from torchtitan_graph.command import run_command
-from torchtitan_graph.config import DRY, JobConfig, check, find_config, load, ranks_asked_for, read_beside
+from torchtitan_graph.command import command, run_command
+from torchtitan_graph.config import DRY, JobConfig, check, load, ranks_asked_for, read_beside
 from torchtitan_graph.device import GIB
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.explorer import PassWatch, Strings, graph_data, page, run_data
 from torchtitan_graph.forecast import forecast
-from torchtitan_graph.log import init_logging, logger
+from torchtitan_graph.log import logger
 from torchtitan_graph.run.files import check_result, write_result
 from torchtitan_graph.steps import Graphs, build_graphs
 from torchtitan_graph.steps.budget import EARLIER, INPUTS
@@ -134,11 +134,11 @@ def _of_evaluation(graphs: Graphs) -> list[Shown]:
     return [Shown(name, step.gm, [step.gm]) for name, step in steps.items() if step is not None]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@command
+def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("what", metavar="RUN_OR_CONFIG", type=Path, help="a TOML file, or a run's folder")
     parser.add_argument(
         "-o",
         "--output",
@@ -148,24 +148,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="where to write the page (default explorer.html)",
     )
     options, of_training = read_beside(parser, argv)
-    init_logging()
-    try:
-        check_result("-o", options.output)
-        words = ["--job.config_file", str(find_config(options.what)), *of_training, *DRY]
-        config = with_records(load(words))
-        world_size = ranks_asked_for() or 1
-        for notice in check(config, world_size):
-            logger.warning(notice)
-        was_profiled = options.what.is_dir() and has_traces(options.what)
-        trace = find_trace(options.what, config.comm.fake_rank, world_size) if was_profiled else None
-        data = build(config, world_size, trace)
-        if options.what.is_dir():
-            data["run"] = run_data(options.what, options.output)
-            data["run"]["facts"].append(["peak memory, planned", data["planned"]])
-        write_result("-o", options.output, page(data))
-    except UserError as error:
-        logger.error(str(error))
-        return 2
+    check_result("-o", options.output)
+    config = with_records(load([*of_training, *DRY]))
+    run = Path(config.job.config_file or "")
+    world_size = ranks_asked_for() or 1
+    for notice in check(config, world_size):
+        logger.warning(notice)
+    is_run = config.job.config_file is not None and run.is_dir()
+    trace = find_trace(run, config.comm.fake_rank, world_size) if is_run and has_traces(run) else None
+    data = build(config, world_size, trace)
+    if is_run:
+        data["run"] = run_data(run, options.output)
+        data["run"]["facts"].append(["peak memory, planned", data["planned"]])
+    write_result("-o", options.output, page(data))
     logger.info(f"wrote {options.output}: {options.output.stat().st_size / 2**20:.1f} MiB; open it in a browser")
     return 0
 

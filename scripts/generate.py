@@ -83,7 +83,7 @@ def _find_config(checkpoint: Path) -> Path:
                 return file
     raise UserError(
         f"{checkpoint}: neither it nor the three folders above hold a run's config.toml or a config.json; name it with"
-        " --config"
+        " --job.config_file"
     )
 
 
@@ -108,7 +108,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, help="a run's folder, one `step-N` of it, or a Hugging Face folder")
     parser.add_argument("prompt", nargs="?", default="", help="text to continue (default: none)")
-    parser.add_argument("--config", type=Path, help="the run's configuration, if it is not where a run leaves it")
+    parser.add_argument(
+        "--job.config_file",
+        dest="config",
+        type=Path,
+        help="the run's configuration, if it is not where a run leaves it",
+    )
     parser.add_argument("--max_new_tokens", type=int, default=100, help="stop after so many (default 100)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default 0.8)")
     parser.add_argument("--top_k", type=int, default=50, help="draw among the k likeliest; 0: all (default 50)")

@@ -25,12 +25,12 @@ import torch.distributed as dist
 from torchtitan_graph.analysis.liveness import takes_memory
 from torchtitan_graph.analysis.measured import find_trace
 from torchtitan_graph.blueprint import Blueprint
-from torchtitan_graph.command import run_command
+from torchtitan_graph.command import command, run_command
 from torchtitan_graph.compiler import PassPlan, passes
-from torchtitan_graph.config import DRY, JobConfig, check, find_config, load, ranks_asked_for, read_beside
+from torchtitan_graph.config import DRY, JobConfig, check, load, ranks_asked_for, read_beside
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.formats.show import without_bytes
-from torchtitan_graph.log import init_logging, logger
+from torchtitan_graph.log import logger
 from torchtitan_graph.run.files import check_result, write_result
 from torchtitan_graph.small_files import read_text
 from torchtitan_graph.steps import build_graphs
@@ -209,7 +209,7 @@ def table(words: Sequence[str], by: str, depth: int, profile: Path | None) -> li
         UserError: as a run of that configuration; or the profile is of another.
     """
     if profile is not None and profile.is_dir() and not any(_names_config(word) for word in words):
-        words = ["--job.config_file", str(find_config(profile)), *words]
+        words = ["--job.config_file", str(profile), *words]
     with dry([*words, "--compile.record_call_hierarchy"]) as blueprint:
         of_rank = (blueprint.config.comm.fake_rank, blueprint.dims.num_ranks)
         trace = find_trace(profile, *of_rank) if profile is not None else None
@@ -251,7 +251,8 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@command
+def main(argv: Sequence[str]) -> int:
     parser = make_parser()
     options, of_training = read_beside(parser, argv)
     given = [name for name in vars(options) if getattr(options, name) != parser.get_default(name)]
@@ -265,24 +266,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--depth {options.depth}: must be at least 0, the whole alone")
     if options.graphs is not None and of_training:
         parser.error(f"{of_training[0]}: with --graphs nothing is built")
-    init_logging()
-    try:
-        if options.by:
-            depth = DEPTH if options.depth is None else options.depth
-            print("\n".join(table(of_training, options.by, depth, options.profile)))
-            return 0
-        if options.timeline:
-            check_result("--timeline", options.timeline)
-        with tempfile.TemporaryDirectory() as empty:
-            folder = options.graphs
-            if folder is None:
-                wanted = options.diff or ([options.after] if options.after else [])
-                build(of_training, Path(empty), wanted, parser)
-                folder = Path(empty, "graphs")
-            show(options, folder, parser)
-    except UserError as error:
-        logger.error(str(error))
-        return 2
+    if options.by:
+        depth = DEPTH if options.depth is None else options.depth
+        print("\n".join(table(of_training, options.by, depth, options.profile)))
+        return 0
+    if options.timeline:
+        check_result("--timeline", options.timeline)
+    with tempfile.TemporaryDirectory() as empty:
+        folder = options.graphs
+        if folder is None:
+            wanted = options.diff or ([options.after] if options.after else [])
+            build(of_training, Path(empty), wanted, parser)
+            folder = Path(empty, "graphs")
+        show(options, folder, parser)
     return 0
 
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from torchtitan_graph.capture.dynamo import CAPTURES
 from torchtitan_graph.checkpoint import begins_anew, check_choice
+from torchtitan_graph.checkpoint.folder import CHECKPOINTS
 from torchtitan_graph.config import JobConfig, shard_degree, target_of
 from torchtitan_graph.data.open_corpus import check_names
 from torchtitan_graph.data.tokenizer import Tokenizer, find_assets, load_tokenizer
@@ -119,7 +120,7 @@ class Blueprint:
 
     def _check_what_is_loaded(self) -> None:
         config = self.config.checkpoint
-        folder = self.dump_folder / config.folder
+        folder = self.dump_folder / CHECKPOINTS
         check_choice(folder, config, self.config.training.steps)
         if config.initial_load_in_hf and begins_anew(folder, config):
             with self.initial_load_in_hf() as path:

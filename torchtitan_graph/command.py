@@ -1,12 +1,32 @@
-"""The end of a command that prints its results: quiet when its reader is gone or Ctrl-C is pressed."""
+"""Commands that print results: a UserError is one line, and a closed pipe or Ctrl-C ends them quietly."""
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NoReturn
+
+from torchtitan_graph.errors import UserError
+from torchtitan_graph.log import init_logging, logger
+
+
+def command(main: Callable[[Sequence[str]], int]) -> Callable[..., int]:
+    """Decorate a command's function of its arguments, by default those of the process: logging is set up, and a
+    UserError is logged and returns exit code 2."""
+
+    @functools.wraps(main)
+    def run(argv: Sequence[str] | None = None) -> int:
+        init_logging()
+        try:
+            return main(sys.argv[1:] if argv is None else argv)
+        except UserError as error:
+            logger.error(str(error))
+            return 2
+
+    return run
 
 
 def run_command(main: Callable[[], int]) -> NoReturn:

@@ -51,16 +51,16 @@ def show_status(text: str) -> None:
             handler.show(text)
 
 
-def init_logging(color: bool = True) -> None:
+def init_logging() -> None:
     """Set up the logger to write to stderr, with time, level and, unless torchrun shows it, the rank.
 
-    Calling it again replaces what the first call set up. Warnings and errors are coloured when `color` is true
-    and stderr is a terminal.
+    Calling it again replaces what the first call set up. Warnings and errors are coloured where stderr is a
+    terminal and the environment has no NO_COLOR (https://no-color.org).
     """
     several = os.environ.get("WORLD_SIZE", "1") != "1"
     prefix = f"[rank{os.environ.get('RANK', '0')}] " if several and not _torchrun_names_the_rank() else ""
     handler = _Console(sys.stderr)
-    handler.setFormatter(_LineFormatter(prefix, color and sys.stderr.isatty()))
+    handler.setFormatter(_LineFormatter(prefix, sys.stderr.isatty() and not os.environ.get("NO_COLOR")))
     logger.handlers = [handler]
     logger.setLevel(logging.INFO)
     logger.propagate = False  # a library that configures the root logger must not print every line twice

@@ -18,32 +18,28 @@ from pathlib import Path
 import torch.distributed as dist
 
 from torchtitan_graph.blueprint import Blueprint
+from torchtitan_graph.command import command
 from torchtitan_graph.config import JobConfig, check, load, ranks_asked_for
 from torchtitan_graph.device import Target
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.log import init_logging, logger
+from torchtitan_graph.log import logger
 from torchtitan_graph.steps.choices import check_disabled
 from torchtitan_graph.steps.precompiled import AXES, Writer, ranks_to_trace
 from torchtitan_graph.torch_private.distributed import init_fake_process_group
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@command
+def main(argv: Sequence[str]) -> int:
     """Write the graphs of all ranks. Return the exit code: 0 done, 2 something to change."""
-    words = sys.argv[1:] if argv is None else list(argv)
-    if "--help" in words or "-h" in words:
+    if "--help" in argv or "-h" in argv:
         print(__doc__)
         print("Options are those of python -m torchtitan_graph.train --help.")
         return 0
-    init_logging()
-    try:
-        config, world_size = load(words), ranks_asked_for() or 1
-        for notice in check(config, world_size):
-            logger.warning(notice)
-        check_disabled(config.compile.disable_passes)
-        precompile(config, world_size)
-    except UserError as error:
-        logger.error(str(error))
-        return 2
+    config, world_size = load(argv), ranks_asked_for() or 1
+    for notice in check(config, world_size):
+        logger.warning(notice)
+    check_disabled(config.compile.disable_passes)
+    precompile(config, world_size)
     return 0
 
 

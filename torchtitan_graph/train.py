@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torchtitan_graph import device as devices
 from torchtitan_graph.blueprint import Blueprint
 from torchtitan_graph.checkpoint import SaveError
-from torchtitan_graph.config import JobConfig, check, dump_toml, load, ranks_asked_for, ranks_started
+from torchtitan_graph.config import JobConfig, check, load, ranks_asked_for, ranks_started
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import init_logging, logger
 from torchtitan_graph.parallel.join import join, meet
@@ -75,7 +75,6 @@ def _main(argv: Sequence[str] | None) -> int:
         if folder is not None:
             refuse_to_repeat(folder)
         world_size = (ranks_asked_for() or 1) if fake else ranks_started()
-        init_logging(color=not config.metrics.disable_color_printing)
         for notice in check(config, world_size):
             logger.warning(notice) if _is_rank_0() else None
         check_disabled(config.compile.disable_passes)
@@ -88,7 +87,7 @@ def _main(argv: Sequence[str] | None) -> int:
         run = RunFolder(config)
         trainer = Trainer(blueprint)
         run.save_config(config)
-        trainer.save_seed() if config.checkpoint.create_seed_checkpoint else trainer.train(run)
+        trainer.train(run)
         meet()  # gloo aborts a rank whose peer tears down while it still listens
         if trainer.stop_signal:
             reason = stop.name(trainer.stop_signal)
@@ -160,7 +159,7 @@ def _start(config: JobConfig, world_size: int, fake: bool) -> None:
         return
     if devices.device_type() == "cuda":
         torch.cuda.set_device(devices.device())
-        set_up_flight_recorder(config.comm, Path(config.job.dump_folder))
+        set_up_flight_recorder(Path(config.job.dump_folder))
         devices.bind_to_numa_node()
     join(
         "nccl" if devices.device_type() == "cuda" else "gloo",
@@ -168,9 +167,7 @@ def _start(config: JobConfig, world_size: int, fake: bool) -> None:
     )
     if devices.device_type() == "cpu" and config.training.mixed_precision_param == "bfloat16" and dist.get_rank() == 0:
         warn_of_slow_products(devices.seconds_of_product(torch.bfloat16) / devices.seconds_of_product(torch.float32))
-    if config.job.print_config and dist.get_rank() == 0:
-        logger.info(f"configuration:\n{dump_toml(config)}")
-    logger.info(f"{config.job.description}: {world_size} processes on {devices.device_type()}")
+    logger.info(f"{world_size} processes on {devices.device_type()}")
 
 
 def warn_of_slow_products(times: float) -> None:
@@ -192,7 +189,7 @@ def choose_kernels(config: JobConfig) -> None:
         return
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     # Operators without such a kernel are refused only where the option is set.
-    torch.use_deterministic_algorithms(True, warn_only=options.deterministic_warn_only or not options.deterministic)
+    torch.use_deterministic_algorithms(True, warn_only=not options.deterministic)
     # It shows reads of uninitialized memory, and changes no other bit: on a GPU a kernel for each new tensor.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     if devices.device_type() == "cuda":

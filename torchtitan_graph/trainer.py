@@ -26,6 +26,7 @@ from torchtitan_graph.checkpoint import (
     check_loadable,
     find_likely,
 )
+from torchtitan_graph.checkpoint.folder import CHECKPOINTS
 from torchtitan_graph.config import dump_toml, job
 from torchtitan_graph.data.feed import Feed
 from torchtitan_graph.data.loader import DataLoader, build_dataloader, merge_states
@@ -64,6 +65,8 @@ from torchtitan_graph.steps import (
 from torchtitan_graph.steps.reading import Read, Reading
 from torchtitan_graph.steps.table import step_table
 from torchtitan_graph.torch_private.distributed import set_timeout
+
+GC_STEPS = 50  # steps between Python's garbage collections, so that all ranks collect together
 
 
 class Trainer:
@@ -105,7 +108,7 @@ class Trainer:
             if config.compile.optimizer_in_graph:
                 self.update = blueprint.update_in_graph(self.steps, self.optimizer)
             self.checkpointer = Checkpointer(
-                blueprint.dump_folder / config.checkpoint.folder,
+                blueprint.dump_folder / CHECKPOINTS,
                 config.checkpoint,
                 self.model,
                 self.optimizer,
@@ -140,12 +143,6 @@ class Trainer:
         if self.config.compile.record_call_hierarchy and self.config.metrics.enable_tensorboard:
             self.scope_table = "\n".join(step_table(assembly, graphs))
         return bind_graphs(graphs, assembly)
-
-    def save_seed(self) -> None:
-        """Save the state before the first step, as the start of runs in any layout."""
-        with self.checkpointer:
-            self.checkpointer.save(0, self._train_state())
-        logger.info(f"a run with job.dump_folder = {self.config.job.dump_folder!r} begins with this seed")
 
     def train(self, run: RunFolder) -> None:
         """Train from the newest checkpoint to `training.steps`, to the end of the data, or to a signal.
@@ -190,7 +187,7 @@ class Trainer:
                 run.done(self.step, metrics.loss)
                 if self.step == first:
                     self._set_timeouts(config.comm.train_timeout_seconds)  # all is warm: detect a hang soon
-                if self.step % config.training.gc_freq == 0:
+                if self.step % GC_STEPS == 0:
                     gc.collect(1)
                 if config.validation.enable and (last or self.step % config.validation.freq == 0):
                     with run.during("validation"):
@@ -379,7 +376,7 @@ class Trainer:
 
 def _check_tensors_to_load(blueprint: Blueprint) -> None:
     config = blueprint.config.checkpoint
-    folder = blueprint.dump_folder / config.folder
+    folder = blueprint.dump_folder / CHECKPOINTS
     path = find_likely(folder, config, blueprint.config.training.steps)
     if path is None:
         return
@@ -421,9 +418,6 @@ def _open_corpus(
         seed=blueprint.seed,
         repeat=repeat,
         num_workers=table.dataloader.num_workers,
-        persistent_workers=table.dataloader.persistent_workers,
-        pin_memory=table.dataloader.pin_memory,
-        prefetch_factor=table.dataloader.prefetch_factor,
     )
 
 

@@ -1,4 +1,4 @@
-"""Say what becomes of a TOML file of an earlier release, and write it anew."""
+"""Show how a TOML file of torchtitan or an earlier release is read, and write it with today's names."""
 
 import argparse
 import copy
@@ -14,8 +14,8 @@ from torchtitan_graph.config.dump import dump_changes
 from torchtitan_graph.config.job import get
 from torchtitan_graph.config.load import read_file
 from torchtitan_graph.config.option import brief
-from torchtitan_graph.config.resolve import CHANGED, COMMAND_LINE, Resolution, Setting, resolve
-from torchtitan_graph.config.support import FLAVOR_SUFFIXES, IGNORED, REFUSED
+from torchtitan_graph.config.resolve import COMMAND_LINE, Resolution, Setting, resolve
+from torchtitan_graph.config.support import CHANGED, FLAVOR_SUFFIXES, IGNORED, REFUSED
 from torchtitan_graph.data.tokenizer import load_tokenizer
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.steps.choices import check_disabled
@@ -144,7 +144,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print the report, write the new file if one is asked for, and return 1 if anything is refused, 2 if the file
     can't be read, else 0."""
     parser = argparse.ArgumentParser(prog="python -m torchtitan_graph.translate", description=__doc__)
-    parser.add_argument("old", metavar="OLD.toml", help="file of an earlier release")
+    parser.add_argument("--job.config_file", dest="old", metavar="OLD.toml", required=True, help="the file to read")
     parser.add_argument(
         "--out", metavar="NEW.toml", type=Path, help="write what differs from the defaults to this file"
     )

@@ -16,10 +16,10 @@ def watched_reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, R
     folder = tmp_path_factory.mktemp("reference")
     command = Command(
         str(REPOSITORY / "run_train.sh"),
-        *["--job.dump_folder", "./run", "--job.description=two ranks", "--checkpoint.keep_latest_k", "0"],
+        *["--job.dump_folder", "./run", "--checkpoint.keep_latest_k", "0"],
+        *["--job.allow_changed", "training.dataset, training.dtype"],
         *["--metrics.enable_tensorboard", "--metrics.save_for_all_ranks", "--validation.enable"],
         *["--validation.freq", "3", "--profiling.enable_profiling", "--profiling.profile_freq", "2"],
-        *["--profiling.profiler_warmup", "1"],
         cwd=folder,
         NGPU="2",
         CONFIG_FILE=TINY,

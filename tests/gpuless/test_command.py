@@ -172,7 +172,6 @@ def test_a_second_ctrl_c_ends_it_at_once(tmp_path: Path) -> None:
 
 
 REFUSED = {
-    "--model.converters mx": "quantize.linear.mx.recipe_name = 'mxfp8_cublas': .* set it to mxfp8_emulated",
     "--parallelism.enable_async_tensor_parallel": "tensor_parallel_degree = 1: .* nothing is sent; use a degree above",
 }
 

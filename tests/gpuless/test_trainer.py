@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from torchtitan_graph import train as entry
+from torchtitan_graph.data import loader
 from torchtitan_graph.data.feed import Feed, Microbatches
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.steps import Steps
@@ -156,8 +157,10 @@ def test_batches_are_copied_a_step_ahead_from_pinned_memory(
         return read(feed)
 
     monkeypatch.setattr(Feed, "next", noted)
-    pin = [] if is_pinned else ["--training.dataloader.no-pin_memory"]
-    train(tmp_path, "--metrics.log_freq", "100", "--checkpoint.no-enable", *pin)
+    if not is_pinned:
+        make = loader.StatefulDataLoader
+        monkeypatch.setattr(loader, "StatefulDataLoader", lambda *args, **kw: make(*args, **kw | {"pin_memory": False}))
+    train(tmp_path, "--metrics.log_freq", "100", "--checkpoint.no-enable")
     assert ahead == ([0, 1, 1, 1] if is_pinned else [0, 0, 0, 0])
     loose = "copy to the device, not pinned"
     assert all((counts[loose] >= 4) != is_pinned for counts in copies[1:])

@@ -30,7 +30,7 @@ aten = torch.ops.aten
 
 def explore(*arguments: object) -> int:
     script = runpy.run_path(str(REPOSITORY / "scripts" / "explore.py"))
-    return script["main"]([*map(str, arguments)])
+    return script["main"](["--job.config_file", *map(str, arguments)])
 
 
 def data_of(path: Path) -> dict[str, Any]:
@@ -98,7 +98,7 @@ def test_a_profile_of_other_ranks_is_refused(
         ),
         (
             ["{run}", "--compile.mode", "eager"],
-            "a dry run reads what a step needs from its graph, and an eager step has none",
+            "a dry run reads what a step needs from its graph; use",
         ),
         (["{run}", "--compile.disable_passes", "bucket_collective"], "did you mean 'bucket_collectives'"),
     ],

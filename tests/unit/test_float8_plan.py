@@ -164,11 +164,7 @@ def test_parts_that_tensor_parallelism_leaves_are_checked(degree: int, filtered:
             1,
             "dynamic_seq_len = True: training.local_batch_size = 2 of the shortest rows have 32 tokens, .* 64 or more",
         ),
-        (
-            ["--model.converters", "mx", "--quantize.linear.mx.recipe_name", "mxfp4"],
-            1,
-            "must be one of mxfp8_cublas, .*",
-        ),
+        (["--quantize.linear.mx.recipe_name", "mxfp4"], 1, "recipe_name = 'mxfp4': MXFP8 is the one format"),
     ],
 )
 def test_what_is_not_built_is_refused_by_name(words: list[str], world_size: int, message: str) -> None:
@@ -375,8 +371,6 @@ def test_linear_layers_are_converted_to_mx() -> None:
 @pytest.mark.parametrize(
     ("words", "target", "message"),
     [
-        ((), CUDA, "recipe_name = 'mxfp8_cublas': .* emulated alone, .* set it to mxfp8_emulated"),
-        ((), DRY, "recipe_name = 'mxfp8_cublas': .* emulated alone"),
         (("--quantize.linear.mx.filter_fqns", "outptu"), CPU, "mx.filter_fqns = 'outptu': .* did you mean output"),
         (("--quantize.linear.mx.filter_fqns", "w"), CPU, "output is 250 x 256, .* 32; name such layers in .*mx.filt"),
     ],
@@ -384,7 +378,12 @@ def test_linear_layers_are_converted_to_mx() -> None:
 def test_mx_that_can_not_be_meant_is_refused(words: Sequence[str], target: Target, message: str) -> None:
     with pytest.raises(UserError, match=message):
         plan_float8(with_mx(*words), build_model("llama3", "debugmodel", "sdpa", 250), target)
-    assert plan_float8(with_mx("--quantize.linear.mx.recipe_name", "mxfp8_emulated"), model(), CUDA)
+
+
+def test_mx_on_a_gpu_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    for target in (CUDA, DRY):
+        assert plan_float8(with_mx(), model(), target)
+    assert caplog.text.count("emulated in fp32 on a GPU too") == 2
 
 
 def test_parts_that_tensor_parallelism_leaves_of_mx_layers_are_checked() -> None:

@@ -26,7 +26,8 @@ def no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 def logged(monkeypatch: pytest.MonkeyPatch, level: int, color: bool = True, terminal: bool = False) -> str:
     stream = Terminal() if terminal else io.StringIO()
     monkeypatch.setattr(sys, "stderr", stream)
-    init_logging(color)
+    monkeypatch.setenv("NO_COLOR", "" if color else "1")
+    init_logging()
     logger.log(level, "loss %.1f", 1.5)
     return stream.getvalue()
 

@@ -80,7 +80,7 @@ def test_generate_finds_the_configuration_wherever_the_checkpoint_lies(
     # Moved away, with the configuration in it; and without any.
     moved = tmp_path / "far" / "away" / "from" / "all" / "runs"
     shutil.copytree(run / "checkpoint" / "step-5", moved)
-    assert text(moved, "--config", run / "config.toml") == expected
+    assert text(moved, "--job.config_file", run / "config.toml") == expected
     words = refusal("generate.py", moved, monkeypatch=monkeypatch, capsys=capsys)
     assert "neither it nor the three folders above hold a run's config.toml" in words
     (moved / "config.toml").write_text(TOML)
@@ -137,9 +137,9 @@ def test_a_second_run_of_the_same_command_overwrites_nothing(
         ("benchmark_checkpoint.py", ["--flavor", "nope"], "llama3:nope: legal for llama3 are small, mid, large,"),
         ("benchmark_checkpoint.py", ["--mode", "nope"], "invalid choice: 'nope'"),
         ("benchmark_checkpoint.py", ["--folder", "nowhere"], "--folder nowhere: there is no such folder"),
-        ("roofline.py", ["--devcie", "h100", "my.toml"], "--devcie is not an option; did you mean --device?"),
-        ("roofline.py", ["my.toml", "--jsn=x.json"], "--jsn is not an option; did you mean --json?"),
-        ("explore.py", ["--ouptut", "x.html", "my.toml"], "--ouptut is not an option; did you mean --output?"),
+        ("roofline.py", ["--devcie", "h100"], "--devcie is not an option; did you mean --device?"),
+        ("roofline.py", ["--jsn=x.json"], "--jsn is not an option; did you mean --json?"),
+        ("explore.py", ["--ouptut", "x.html"], "--ouptut is not an option; did you mean --output?"),
         ("show_graph.py", ["--atfer", "cleanup"], "--atfer is not an option; did you mean --after?"),
         ("compare_captures.py", ["--vales"], "--vales is not an option; did you mean --values?"),
         ("check_first_run.py", [], "usage: python scripts/check_first_run.py DUMP_FOLDER"),

@@ -16,7 +16,7 @@ from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.edit import shape_of
 from torchtitan_graph.small_files import BadFile, gunzip, parse_json, read_small
 
-_FOLDER = "**/step-*"  # of a step's traces: `profiling.save_traces_folder` may be nested
+_FOLDER = "**/step-*"  # of a step's traces, in profile_traces; earlier releases could name another folder
 _LAUNCHES = ("cuda_runtime", "cuda_driver")
 _ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 # Unpacked; a step of 405B has 40,000 nodes, each with six events of 400 bytes and 40 values.

@@ -149,7 +149,7 @@ def refuse_unsupported(gm: GraphModule, may_write: Collection[tuple[str, str]]) 
                 raise UserError(
                     f"{meta.module(node) or 'the traced function'} reads a tensor that another trace left: let it be "
                     "an argument, or forget it before the function begins; where one block leaves it for another, "
-                    "debug.trace_every_block helps"
+                    "pass it from one to the other as a result and an argument"
                 )
         for source, is_write in aliased(node):
             if source in root:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.optim.lr_scheduler import LRScheduler
 
-from torchtitan_graph.checkpoint.choose import choose_undamaged, find_held
+from torchtitan_graph.checkpoint.choose import choose_undamaged
 from torchtitan_graph.checkpoint.folder import (
     TRAIN_STATE,
     find_damage,
@@ -102,13 +102,12 @@ class Checkpointer:
             raise SaveError(f"saving a checkpoint failed on ranks {failed}, whose logs say why")
 
     def maybe_save(self, step: int, get_train_state: Callable[[], dict[str, Any]], last: bool = False) -> None:
-        """Save if `step` is due by steps or by time, a milestone, the last, or the first if configured."""
+        """Save if `step` is due by steps or by time, a milestone, or the last."""
         config = self.config
         if not config.enable or config.load_only:
             return  # before all ranks gather their state
-        first = step == 1 and config.enable_first_step_checkpoint
         milestone = config.keep_every and step % config.keep_every == 0
-        if first or last or milestone or step % config.interval == 0 or self._time_is_up:
+        if last or milestone or step % config.interval == 0 or self._time_is_up:
             self.save(step, get_train_state(), last)
 
     def save(self, step: int, train_state: dict[str, Any], last: bool = False) -> None:
@@ -127,8 +126,7 @@ class Checkpointer:
         model_only = last and self.config.last_save_model_only
         state = self._train_state(step, model_only, train_state)
         tensors = self._exported() if model_only else tensors_of(self.model, self.optimizer)
-        nothing_follows = last or self.config.create_seed_checkpoint
-        self.saver.save(step_folder(self.folder, step), tensors, state, last=nothing_follows)
+        self.saver.save(step_folder(self.folder, step), tensors, state, last=last)
         if last:
             self.saver.wait()
 
@@ -151,8 +149,6 @@ class Checkpointer:
             UserError: there is no such checkpoint, none that can be resumed, it is damaged, or it is of another model;
                 or an address can't be read.
         """
-        if self.config.create_seed_checkpoint and (held := find_held(self.folder, self.config)):
-            raise UserError(f"checkpoint.create_seed_checkpoint = true: {held}")
         path = choose_undamaged(self.folder, self.config, num_steps, self.group)
         if path is None:
             return None

@@ -57,7 +57,7 @@ def choose_undamaged(
         try:
             choice = on_rank_0(lambda: _choose(folder, config, num_steps, problems), group)
         except OSError as error:
-            raise UserError(f"checkpoint.folder = {config.folder!r}: {why_unwritable(folder, error)}") from error
+            raise UserError(f"job.dump_folder: {why_unwritable(folder, error)}") from error
         if choice is None:
             return None
         if choice.address is None:
@@ -112,17 +112,6 @@ def find_likely(folder: Path, config: job.Checkpoint, num_steps: int) -> Path | 
     return _find_newest(folder, steps, num_steps).path if steps else None
 
 
-def find_held(folder: Path, config: job.Checkpoint) -> str | None:
-    """Return a message if there already are checkpoints of this run, with the option to change; None if not."""
-    if any(folder.glob("step-*")):
-        return f"{folder} holds checkpoints already; name another job.dump_folder"
-    if config.remote_folder is not None:
-        with using("remote_folder", config.remote_folder):
-            if Remote(config.remote_folder).list_steps():
-                return f"{config.remote_folder} holds checkpoints already; name another checkpoint.remote_folder"
-    return None
-
-
 def _choose(folder: Path, config: job.Checkpoint, num_steps: int | None, problems: dict[str, str]) -> Candidate | None:
     """Choose by names and small files. `problems` maps excluded places to reasons; more are added."""
     if not config.enable:
@@ -156,8 +145,7 @@ def _choose(folder: Path, config: job.Checkpoint, num_steps: int | None, problem
             other += " and another checkpoint.remote_folder"
         listed = "\n  ".join(own)
         raise UserError(
-            f"checkpoint.folder = {config.folder!r}: {where} no checkpoint that is whole:\n  {listed}\n"
-            f"to begin anew, name {other}"
+            f"job.dump_folder: {where} no checkpoint that is whole:\n  {listed}\nto begin anew, name {other}"
         )
     return _choose_initial(folder, config, problems)
 
@@ -220,7 +208,7 @@ def _find_newest(folder: Path, steps: dict[int, Candidate], num_steps: int | Non
         return steps[newest]
     if not full:
         raise UserError(
-            f"checkpoint.folder = {str(folder)!r}: {steps[newest].path.name} holds only the model "
+            f"job.dump_folder: {steps[newest].path} holds only the model "
             "(checkpoint.last_save_model_only = true), so training can't go on from it exactly; to begin a new run "
             "with its parameters, set checkpoint.initial_load_path to it and use another job.dump_folder"
         )

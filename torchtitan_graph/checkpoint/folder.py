@@ -40,6 +40,7 @@ from torchtitan_graph.small_files import (
 MANIFEST = "manifest.json"
 TRAIN_STATE = "train_state.json"
 CONFIG = "config.toml"
+CHECKPOINTS = "checkpoint"  # the folder of a run's checkpoints, in job.dump_folder
 
 
 _Hex = Annotated[str, msgspec.Meta(pattern="^([0-9a-f]{2})*$")]
@@ -294,7 +295,7 @@ def write_manifest(tmp: Path, sums: dict[str, str]) -> None:
         if not (tmp / name).is_file():
             raise UserError(
                 f"{tmp / name} was written by another rank, and rank 0 can't see it: "
-                "checkpoint.folder must be on storage that all nodes share"
+                "job.dump_folder must be on storage that all nodes share"
             )
     files = sorted(tmp.iterdir())
     sizes = {path.name: path.stat().st_size for path in files}

@@ -245,7 +245,7 @@ def _finish_fetch(address: str, tmp: Path, names: list[str]) -> str | None:
     for name in names:
         if not (tmp / name).is_file():
             raise FileNotFoundError(
-                f"{tmp / name} was fetched by another rank, and rank 0 can't see it: checkpoint.folder must be on "
+                f"{tmp / name} was fetched by another rank, and rank 0 can't see it: job.dump_folder must be on "
                 "storage that all nodes share"
             )
     Remote(address).get([MANIFEST], tmp)  # last, so that no partial checkpoint can be taken for a whole one

@@ -10,14 +10,13 @@ from torchtitan_graph.config.check import (
 )
 from torchtitan_graph.config.dump import dump_toml
 from torchtitan_graph.config.job import JobConfig
-from torchtitan_graph.config.load import DRY, find_config, load, read_beside
+from torchtitan_graph.config.load import DRY, load, read_beside
 
 __all__ = [
     "DRY",
     "JobConfig",
     "check",
     "dump_toml",
-    "find_config",
     "load",
     "ranks_asked_for",
     "ranks_started",

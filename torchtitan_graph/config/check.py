@@ -4,16 +4,17 @@ import dataclasses
 import math
 import os
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torchtitan_graph.config import checkpoint, graph, places, quantize
-from torchtitan_graph.config.job import OPTIONS, JobConfig, get, source_name
-from torchtitan_graph.config.job import named as _name
+from torchtitan_graph.config import checkpoint, graph, quantize
+from torchtitan_graph.config.job import OPTIONS, JobConfig, Problem, get, is_set, lines, source_name, unused
 from torchtitan_graph.config.option import brief, nearest
 from torchtitan_graph.config.resolve import one_line, problem_list
-from torchtitan_graph.device import Target
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.rates import RATES
+
+if TYPE_CHECKING:
+    from torchtitan_graph.device import Target
 
 SMALLEST_WEIGHT = 10000  # parts of the sum: a mixture rounds weights to parts of somewhat more rows
 MOST_RANKS = 2**20  # several times the largest cluster; torch lists the ranks of a group
@@ -28,8 +29,9 @@ _DEGREES = (  # that multiply to the number of processes
     "context_parallel_degree",
     "tensor_parallel_degree",
 )
-_ONLY_DRY = {"fake_rank": "builds another rank", "fake_device": "estimates for another device"}
-_PP = "parallelism.pipeline_parallel_degree"
+_PP, _CP, _TP, _EP, _ETP = (
+    f"parallelism.{axis}_parallel_degree" for axis in ("pipeline", "context", "tensor", "expert", "expert_tensor")
+)
 _PARTS = "parallelism.module_fqns_per_model_part"
 # What makes a run another run, where it changes between a start and a resume; job.allow_changed names exceptions.
 RUN_DEFINING = (
@@ -54,14 +56,19 @@ def check(config: JobConfig, world_size: int) -> list[str]:
             `check_environment`.
     """
     check_environment()
-    if problems := [*_check_values(config, world_size)]:  # what a file or a command line gives has been checked
-        raise UserError(problem_list(problems))
-    problems = [*_check_degrees(config, world_size), *_check_tables(config, world_size)]
-    problems += graph.find_problems(config) + checkpoint.find_problems(config, world_size)
-    problems += quantize.find_problems(config) + places.find_problems(config)
+    if wrong := [*_check_values(config, world_size)]:  # what a file or a command line gives has been checked
+        raise UserError(problem_list(wrong))
+    problems = [
+        *_degrees(config, world_size),
+        *_experts(config, world_size),
+        *_rows(config),
+        *_tables(config, world_size),
+    ]
+    problems += [*_sources(config), *graph.problems(config), *checkpoint.problems(config), *quantize.problems(config)]
     if problems:
-        raise UserError(problem_list(problems))
-    return [*config.notices, *_notices(config)]
+        raise UserError(problem_list(lines(config, problems)))
+    notices = [*graph.notices(config), *quantize.notices(config), *checkpoint.notices(config), *_notices(config)]
+    return [*config.notices, *lines(config, notices)]
 
 
 def _check_values(config: JobConfig, world_size: int) -> Iterator[str]:
@@ -149,8 +156,10 @@ def shard_degree(config: JobConfig, world_size: int) -> int:
     return given if given != -1 else max(1, world_size // _other_degrees(config))
 
 
-def target_of(config: JobConfig) -> Target:
+def target_of(config: JobConfig) -> "Target":
     """Return the device that a job's graphs are for: in a dry run comm.fake_device, else this process's own."""
+    from torchtitan_graph.device import Target  # and torch, which takes seconds to import
+
     return Target.of(RATES[config.comm.fake_device]) if config.comm.mode == "fake_backend" else Target.here()
 
 
@@ -169,8 +178,8 @@ def _other_degrees(config: JobConfig) -> int:
     return math.prod(getattr(config.parallelism, key) for key in _DEGREES if key != _SHARD)
 
 
-def _check_degrees(config: JobConfig, world_size: int) -> list[str]:
-    degrees, problems = config.parallelism, []
+def _degrees(config: JobConfig, world_size: int) -> Iterator[Problem]:
+    degrees = config.parallelism
     shards = shard_degree(config, world_size)
     product = shards * _other_degrees(config)
     if product != world_size:
@@ -182,216 +191,137 @@ def _check_degrees(config: JobConfig, world_size: int) -> list[str]:
             if degree > 1 or not key.startswith(("pipeline", "context"))
         ]
         culprit = next((key for key in _DEGREES if getattr(degrees, key) > 1), _SHARD)
-        problems.append(
-            f"{_name(config, f'parallelism.{culprit}')}: the degrees must multiply to the number of processes:"
-            f" {' * '.join(shown)} = {product}, not {world_size}; start {product} processes, or let"
-            f" data_parallel_shard_degree be -1 and the product of the others divide {world_size}"
-        )
-    problems += _check_expert_degrees(config, shards) + _check_pipeline(config)
-    if config.model.num_mtp_layers and max(degrees.pipeline_parallel_degree, degrees.context_parallel_degree) > 1:
-        problems.append(
-            f"{_name(config, 'model.num_mtp_layers')}: not with pipeline or context parallel, whose ranks lack the next"
-            " tokens; use data_parallel_shard_degree, tensor_parallel_degree or expert_parallel_degree"
+        yield Problem(
+            f"parallelism.{culprit}",
+            f"the degrees must multiply to the number of processes: {' * '.join(shown)} = {product}, not {world_size};"
+            f" start {product} processes, or let data_parallel_shard_degree be -1 and the product of the others divide"
+            f" {world_size}",
         )
     data_degree = degrees.data_parallel_replicate_degree * shards
     microbatch = config.training.local_batch_size * data_degree
     rows = config.training.global_batch_size
     if product == world_size and rows != -1 and rows % microbatch:
-        problems.append(
-            f"{_name(config, 'training.global_batch_size')}: must be a multiple of training.local_batch_size"
-            f" {config.training.local_batch_size} * data-parallel degree {data_degree} = {microbatch}, or -1"
+        yield Problem(
+            "training.global_batch_size",
+            f"must be a multiple of training.local_batch_size {config.training.local_batch_size} * data-parallel degree"
+            f" {data_degree} = {microbatch}, or -1",
         )
-    return problems + _check_rows(config)
+    pp, cp = degrees.pipeline_parallel_degree, degrees.context_parallel_degree
+    if config.model.num_mtp_layers and max(pp, cp) > 1:
+        yield Problem(
+            "model.num_mtp_layers",
+            "not with pipeline or context parallel, whose ranks lack the next tokens; use data_parallel_shard_degree,"
+            " tensor_parallel_degree or expert_parallel_degree",
+        )
+    if pp > 1 and config.training.local_batch_size % degrees.pipeline_parallel_microbatch_size:
+        yield Problem(
+            "parallelism.pipeline_parallel_microbatch_size",
+            f"must divide training.local_batch_size {config.training.local_batch_size}",
+        )
 
 
-def _check_rows(config: JobConfig) -> list[str]:
+def _experts(config: JobConfig, world_size: int) -> Iterator[Problem]:
+    degrees, shards = config.parallelism, shard_degree(config, world_size)
+    cp, tp = degrees.context_parallel_degree, degrees.tensor_parallel_degree
+    ep, etp = degrees.expert_parallel_degree, degrees.expert_tensor_parallel_degree
+    if etp not in (1, tp):
+        yield Problem(_ETP, f"legal are 1, each expert whole, and {_TP} {tp}")
+    if ep > 1 and shards * cp * tp % (ep * etp):
+        yield Problem(
+            _EP,
+            f"experts reuse the ranks of data_parallel_shard_degree {shards} * context_parallel_degree {cp} *"
+            f" tensor_parallel_degree {tp} = {shards * cp * tp}; expert_parallel_degree * expert_tensor_parallel_degree"
+            f" {etp} must divide that",
+        )
+
+
+def _rows(config: JobConfig) -> Iterator[Problem]:
     cp, tp = config.parallelism.context_parallel_degree, config.parallelism.tensor_parallel_degree
-    problems = []
     for table in ["training"] + ["validation"] * config.validation.enable:
         key, rows = f"{table}.seq_len", f"{table}.local_batch_size"
         if table == "training" and config.parallelism.pipeline_parallel_degree > 1:
             rows = "parallelism.pipeline_parallel_microbatch_size"
         seq_len = get(config, key)
         if (tokens := seq_len * get(config, rows)) > MOST_TOKENS:
-            problems.append(
-                f"{_name(config, key)}: times {rows} = {get(config, rows)} these are {tokens:,} tokens at a time, and"
-                f" {MOST_TOKENS:,} are the most; use shorter rows or fewer of them"
+            yield Problem(
+                key,
+                f"times {rows} = {get(config, rows)} these are {tokens:,} tokens at a time, and {MOST_TOKENS:,} are the"
+                " most; use shorter rows or fewer of them",
             )
         if cp > 1 and seq_len % (2 * cp):
-            problems.append(
-                f"{_name(config, key)}: context parallel deals equal blocks of a row forth and back, which needs a"
-                f" multiple of 2 * parallelism.context_parallel_degree {cp} = {2 * cp}"
-            )
+            yield Problem(key, f"context parallel's zigzag sharding needs a multiple of 2 * {_CP} {cp} = {2 * cp}")
         elif seq_len % (cp * tp):
-            of = f"parallelism.tensor_parallel_degree {tp}"
-            problems.append(
-                f"{_name(config, key)}: sequence parallel needs a multiple of"
-                f" {f'parallelism.context_parallel_degree {cp} * {of} = {cp * tp}' if cp > 1 else of}"
-            )
-    return problems
+            needed = f"{_CP} {cp} * {_TP} {tp} = {cp * tp}" if cp > 1 else f"{_TP} {tp}"
+            yield Problem(key, f"sequence parallel needs a multiple of {needed}")
 
 
-def _check_expert_degrees(config: JobConfig, shards: int) -> list[str]:
-    degrees, problems = config.parallelism, []
-    ep, etp, tp = (
-        degrees.expert_parallel_degree,
-        degrees.expert_tensor_parallel_degree,
-        degrees.tensor_parallel_degree,
-    )
-    if etp not in (1, tp):
-        problems.append(
-            f"{_name(config, 'parallelism.expert_tensor_parallel_degree')}: legal are 1, each expert whole, and"
-            f" parallelism.tensor_parallel_degree {tp}"
-        )
-    reused = shards * degrees.context_parallel_degree * tp
-    if ep > 1 and reused % (ep * etp):
-        problems.append(
-            f"{_name(config, 'parallelism.expert_parallel_degree')}: experts reuse the ranks of"
-            f" data_parallel_shard_degree {shards} * context_parallel_degree {degrees.context_parallel_degree}"
-            f" * tensor_parallel_degree {tp} = {reused}; expert_parallel_degree * expert_tensor_parallel_degree {etp}"
-            " must divide that"
-        )
-    return problems
-
-
-def _check_pipeline(config: JobConfig) -> list[str]:
-    degrees, problems = config.parallelism, []
-    if degrees.pipeline_parallel_degree == 1:
-        return []
-    size, rows = degrees.pipeline_parallel_microbatch_size, config.training.local_batch_size
-    if rows % size:
-        problems.append(
-            f"{_name(config, 'parallelism.pipeline_parallel_microbatch_size')}: must divide training.local_batch_size"
-            f" {rows}"
-        )
-    if config.compile.mode == "eager":
-        problems.append(
-            f"{_name(config, 'parallelism.pipeline_parallel_degree')}: a pipeline runs parts of a graph, and"
-            " compile.mode = eager has none; use compile.mode = graph"
-        )
-    if config.checkpoint.last_save_in_hf:
-        problems.append(
-            f"{_name(config, 'checkpoint.last_save_in_hf')}: no rank of a pipeline can gather the whole model; convert"
-            " the last checkpoint with scripts/convert_to_hf.py"
-        )
-    return problems
-
-
-def _check_tables(config: JobConfig, world_size: int) -> list[str]:
-    problems = []
+def _tables(config: JobConfig, world_size: int) -> Iterator[Problem]:
+    is_dry = config.comm.mode == "fake_backend"
     if unknown := [key for key in config.job.allow_changed if key not in RUN_DEFINING]:
-        problems.append(
-            f"{_name(config, 'job.allow_changed')}: {one_line(', '.join(unknown))} may change anyway, or is no"
-            f" option; legal are {', '.join(RUN_DEFINING)}"
+        yield Problem(
+            "job.allow_changed",
+            f"{one_line(', '.join(unknown))} may change anyway, or is no option; legal are {', '.join(RUN_DEFINING)}",
         )
-    profiling = config.profiling
-    if profiling.enable_profiling and profiling.profile_freq < profiling.profiler_active + profiling.profiler_warmup:
-        problems.append(
-            f"{_name(config, 'profiling.profile_freq')}: must be at least profiler_active {profiling.profiler_active}"
-            f" + profiler_warmup {profiling.profiler_warmup}"
+    if config.debug.verify_passes and is_dry:
+        yield Problem(
+            "debug.verify_passes",
+            "a dry run sends nothing, so there are no numbers to compare; remove it, or comm.mode = fake_backend",
         )
-    if config.debug.verify_passes and config.comm.mode == "fake_backend":
-        problems.append(
-            f"{_name(config, 'debug.verify_passes')}: a dry run sends nothing, so there are no numbers to compare; "
-            "remove it, or comm.mode = fake_backend"
+    if is_dry and config.comm.fake_rank >= world_size:
+        yield Problem(
+            "comm.fake_rank", f"must be from 0 to {world_size - 1}, as NGPU, the number of ranks, is {world_size}"
         )
-    if config.comm.mode == "fake_backend" and config.comm.fake_rank >= world_size:
-        name = _name(config, "comm.fake_rank")
-        problems.append(f"{name}: must be from 0 to {world_size - 1}, as NGPU, the number of ranks, is {world_size}")
-    for table in ("training", "validation"):
-        loader = get(config, f"{table}.dataloader")
-        for name in ("persistent_workers", "prefetch_factor"):
-            if getattr(loader, name) and not loader.num_workers:
-                key = f"{table}.dataloader.{name}"
-                problems.append(f"{_name(config, key)}: needs {table}.dataloader.num_workers of at least 1")
-    return problems + _check_sources(config)
 
 
-def _check_sources(config: JobConfig) -> list[str]:
-    training, sources, problems = config.training, config.training.sources, []
+def _sources(config: JobConfig) -> Iterator[Problem]:
+    """Yield the problems of a mixture of corpora."""
+    validation, sources, key = config.validation, config.training.sources, "training.sources"
     if not sources:
-        return []
-    for key in ("training.dataset", "training.dataset_path"):
-        if get(config, key) != OPTIONS[key].default:
-            problems.append(f"{_name(config, key)}: is not used beside training.sources; make it an entry")
-    if not training.repeat:
-        problems.append(f"{_name(config, 'training.repeat')}: each of training.sources repeats by itself; remove it")
-    validation = config.validation
+        return
+    for alone in ("training.dataset", "training.dataset_path"):
+        if is_set(config, alone):
+            yield Problem(alone, "is not used with training.sources; make it an entry there")
+    if not config.training.repeat:
+        yield Problem("training.repeat", "each of training.sources repeats by itself; remove it")
     if validation.enable and validation.steps == -1 and not (validation.dataset or validation.dataset_path):
-        problems.append(
-            f"{_name(config, 'validation.steps')}: the sources of a mixture don't end together; set a number of"
-            " microbatches, or name one corpus in validation.dataset or validation.dataset_path"
+        yield Problem(
+            "validation.steps",
+            "the sources of a mixture don't end together; set a number of microbatches, or name one corpus in"
+            " validation.dataset or validation.dataset_path",
         )
-    where = f"{config.sources.get('training.sources', 'default')}: training.sources"
     for number, source in enumerate(sources, 1):
         if not source.dataset and not source.dataset_path:
-            problems.append(f"{where}, entry {number}: needs dataset or dataset_path")
+            yield Problem(key, f"entry {number}: needs dataset or dataset_path")
     total = sum(source.weight for source in sources)
     if not 0 < total < math.inf or any(0 < source.weight < total / SMALLEST_WEIGHT for source in sources):
-        problems.append(f"{where}: each weight must be 0 or at least 1/{SMALLEST_WEIGHT} of their sum")
+        yield Problem(key, f"each weight must be 0 or at least 1/{SMALLEST_WEIGHT} of their sum")
     names = [source_name(source) for source in sources]
     if repeated := sorted({name for name in names if names.count(name) > 1}):
-        problems.append(f"{where}: several entries are called {', '.join(repeated)}; give each a name of its own")
-    return problems
+        yield Problem(key, f"several entries are called {', '.join(repeated)}; give each a name of its own")
 
 
-def _notices(config: JobConfig) -> list[str]:
-    notices = graph.unused(config) + quantize.unused(config)
+def _notices(config: JobConfig) -> Iterator[Problem]:
+    """Yield each option that is set and has no effect, or one that may surprise."""
     total_steps, steps = config.lr_scheduler.total_steps, config.training.steps
     if total_steps is not None and total_steps < steps:
-        notices.append(
-            f"{_name(config, 'lr_scheduler.total_steps')}: the schedule ends before training.steps {steps};"
-            " the learning rate then stays where it is"
+        yield Problem(
+            "lr_scheduler.total_steps",
+            f"the schedule ends before training.steps {steps}; the learning rate then stays where it is",
         )
-    of_model = config.checkpoint.enable and config.checkpoint.last_save_model_only
-    if config.checkpoint.export_dtype != "float32" and not config.checkpoint.last_save_in_hf and not of_model:
-        notices.append(
-            f"{_name(config, 'checkpoint.export_dtype')}: nothing is exported without checkpoint.last_save_in_hf or"
-            " last_save_model_only"
-        )
-    if not config.checkpoint.enable:
-        if config.checkpoint.remote_folder is not None:
-            name = _name(config, "checkpoint.remote_folder")
-            notices.append(f"{name}: nothing is copied while checkpoint.enable is false")
-        if config.checkpoint.last_save_in_hf:
-            name = _name(config, "checkpoint.last_save_in_hf")
-            notices.append(f"{name}: nothing is saved while checkpoint.enable is false")
-    if config.parallelism.expert_tensor_parallel_degree > 1 and config.parallelism.expert_parallel_degree == 1:
-        name = _name(config, "parallelism.expert_tensor_parallel_degree")
-        notices.append(f"{name}: experts are split as all else while parallelism.expert_parallel_degree is 1")
-    if config.metrics.histogram_freq and not config.metrics.enable_tensorboard:
-        name = _name(config, "metrics.histogram_freq")
-        notices.append(f"{name}: there are no histograms while metrics.enable_tensorboard is false")
-    if (
-        config.training.mtp_loss_weight != OPTIONS["training.mtp_loss_weight"].default
-        and not config.model.num_mtp_layers
-    ):
-        name = _name(config, "training.mtp_loss_weight")
-        notices.append(f"{name}: there is no such loss while model.num_mtp_layers is 0")
-    if config.debug.deterministic_warn_only and not config.debug.deterministic:
-        name = _name(config, "debug.deterministic_warn_only")
-        notices.append(f"{name}: there is nothing to warn of while debug.deterministic is false")
-    notices += _stage_notices(config)
+    degrees, stages = config.parallelism, [key for key in OPTIONS if key.startswith(f"{_PP.removesuffix('degree')}")]
+    if degrees.expert_tensor_parallel_degree > 1 and degrees.expert_parallel_degree == 1:
+        yield Problem(_ETP, f"experts are split as all else while {_EP} is 1")
+    if degrees.pipeline_parallel_degree == 1:
+        yield from unused(config, f"there are no stages while {_PP} is 1", *stages, _PARTS)
+    elif degrees.module_fqns_per_model_part:
+        less = [key for key in stages if key.endswith("_less_layers")]
+        yield from unused(config, f"{_PARTS} says what each stage has", *less)
+    if not config.metrics.enable_tensorboard:
+        no_histograms = "there are no histograms while metrics.enable_tensorboard is false"
+        yield from unused(config, no_histograms, "metrics.histogram_freq")
+    if not config.model.num_mtp_layers:
+        yield from unused(config, "there is no such loss while model.num_mtp_layers is 0", "training.mtp_loss_weight")
     if config.comm.mode != "fake_backend":
-        notices += [
-            f"{_name(config, f'comm.{key}')}: only a dry run, comm.mode = fake_backend, {what}"
-            for key, what in _ONLY_DRY.items()
-            if getattr(config.comm, key) != OPTIONS[f"comm.{key}"].default
-        ]
-    return notices
-
-
-def _stage_notices(config: JobConfig) -> list[str]:
-    """Return a notice for each pipeline option that is set and has no effect."""
-    options = config.parallelism
-    keys = [key for key in OPTIONS if key.startswith("parallelism.pipeline_parallel_") and key != _PP]
-    chosen = [key for key in [*keys, _PARTS] if get(config, key) != OPTIONS[key].default]
-    if options.pipeline_parallel_degree == 1:
-        return [f"{_name(config, key)}: there are no stages while {_PP} is 1" for key in chosen]
-    divides = [key for key in chosen if key.endswith(("_layers", "_layers_per_stage"))]
-    if options.module_fqns_per_model_part:
-        return [f"{_name(config, key)}: {_PARTS} says what each stage has" for key in divides]
-    if not options.pipeline_parallel_schedule_csv:
-        return []
-    counted = [key for key in divides if key.endswith("_per_stage")]
-    return [f"{_name(config, key)}: there are as many stages as pipeline_parallel_schedule_csv has" for key in counted]
+        yield from unused(config, "only a dry run, comm.mode = fake_backend, builds another rank", "comm.fake_rank")
+        only_dry = "only a dry run, comm.mode = fake_backend, estimates for another device"
+        yield from unused(config, only_dry, "comm.fake_device")

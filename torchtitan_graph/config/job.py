@@ -1,10 +1,11 @@
 """Every option there is: a dataclass per TOML table, a field per key, with default, legal values and help."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import PurePath
-from typing import Any
+from typing import Any, NamedTuple
 
-from torchtitan_graph.config.option import INSIDE, brief, option, options
+from torchtitan_graph.config.option import brief, option, options
 from torchtitan_graph.rates import RATES
 
 _DOTTED, _NOT_EMPTY = r"\w+(\.\w+)+", "a string that is not empty"
@@ -14,22 +15,17 @@ _DOTTED, _NOT_EMPTY = r"\w+(\.\w+)+", "a string that is not empty"
 class Job:
     """The run as a whole."""
 
-    config_file: str | None = option(None, "TOML file to load; a bare name is also looked up among the packaged files.")
+    config_file: str | None = option(
+        None, "TOML file to load, or the folder of a run; a bare name is also looked up among the packaged files."
+    )
     dump_folder: str = option(
         "./outputs",
         "Folder for everything the run writes. {table.key} in it stands for the value of that option, as in"
         " ./outputs/{model.name}; other braces are refused.",
     )
-    description: str = option("default job", "Free text, logged at the start.")
-    print_config: bool = option(False, "Log the resolved configuration at the start.")
-    save_config_file: str = option(
-        "config.toml",
-        "Where in dump_folder the resolved configuration is written, as TOML; empty: nowhere.",
-        place=INSIDE,
-    )
     allow_changed: list[str] = option(
         [],
-        "Options of model, tokenizer or data that may differ from what this run was started with; any other such"
+        "Options of model, tokenizer or data that may differ from those that this run was started with; any other such"
         " difference is refused when the run resumes.",
     )
 
@@ -39,15 +35,9 @@ class Profiling:
     """Kineto traces of some steps, and snapshots of a GPU's memory."""
 
     enable_profiling: bool = option(False, "Write a trace every profile_freq steps.")
-    save_traces_folder: str = option("profile_traces", "Folder in dump_folder for the traces.", place=INSIDE)
-    profile_freq: int = option(10, "Steps from one trace, or snapshot, to the next.", minimum=1)
-    profiler_active: int = option(1, "Steps that a trace covers.", minimum=1)
-    profiler_warmup: int = option(3, "Steps the profiler runs before a trace, unrecorded.", minimum=0)
+    profile_freq: int = option(10, "Steps between traces, or snapshots.", minimum=1)
     enable_memory_snapshot: bool = option(
-        False, "Write snapshots of a GPU's memory every profile_freq steps, and when memory runs out; GPUs only."
-    )
-    save_memory_snapshot_folder: str = option(
-        "memory_snapshot", "Folder in dump_folder for memory snapshots.", place=INSIDE
+        False, "Write snapshots of a GPU's memory every profile_freq steps, and when memory runs out."
     )
 
 
@@ -55,12 +45,8 @@ class Profiling:
 class Metrics:
     """What is logged, and how often."""
 
-    log_freq: int = option(
-        10, "Steps from one log line to the next; the first and the last step are always logged.", minimum=1
-    )
+    log_freq: int = option(10, "Steps between log lines; the first and the last step are always logged.", minimum=1)
     enable_tensorboard: bool = option(False, "Write TensorBoard event files.")
-    disable_color_printing: bool = option(False, "Never colour the console.")
-    save_tb_folder: str = option("tb", "Folder in dump_folder for TensorBoard event files.", place=INSIDE)
     save_for_all_ranks: bool = option(False, "Write the metrics of every rank to files, not only those of rank 0.")
     enable_wandb: bool = option(
         False,
@@ -69,25 +55,24 @@ class Metrics:
     )
     histogram_freq: int = option(
         0,
-        "Steps from one set of histograms of all parameters and gradients to the next, with enable_tensorboard; 0:"
-        " none.",
+        "Steps between histograms of all parameters and gradients, with enable_tensorboard; 0: none.",
         minimum=0,
     )
     loss_alarm: float = option(
         10.0,
-        "Warn where the loss is above the median of the last 100 steps by more than so many deviations; 0: never.",
+        "Warn when the loss is more than this many deviations above the median of the last 100 steps; 0: never.",
         minimum=0,
     )
-    grad_norm_alarm: float = option(20.0, "As loss_alarm, for the gradient norm.", minimum=0)
+    grad_norm_alarm: float = option(20.0, "The same for the gradient norm.", minimum=0)
     log_expert_loads: bool = option(
         False,
-        "Write to metrics.jsonl, as expert_loads, how many tokens went to each expert of each layer: what"
-        " python -m torchtitan_graph.plan reads with --expert_load.",
+        "Write to metrics.jsonl, as expert_loads, how many tokens each expert of each layer received; python -m"
+        " torchtitan_graph.plan reads it with --expert_load.",
     )
     straggler_share: float = option(
         0.2,
-        "Compare the ranks at logged steps, and warn where one is busy longer than the median rank by more than this"
-        " share of the step; 0: don't compare.",
+        "Warn at logged steps when a rank is busy longer than the median rank by more than this share of the step; 0:"
+        " don't compare ranks.",
         minimum=0,
     )
 
@@ -99,41 +84,41 @@ class Model:
     name: str = option(
         "llama3",
         "Model family, a file of the package's models/; a dotted name is a module of your own. With neither this nor"
-        " flavor set, a config.json in hf_assets_path says it.",
+        " flavor set, a config.json in hf_assets_path names it.",
     )
     flavor: str | None = option(
         None,
-        "Size of the model, a name of the family's table; not set: what config.json in hf_assets_path says, or, where"
-        " there is none, debugmodel.",
+        "Size of the model, a name in the family's table; not set: that of config.json in hf_assets_path, or without"
+        " one debugmodel.",
     )
     hf_assets_path: str | None = option(
         None,
-        "Folder with a tokenizer.json, or that file; not set: bytes are the tokens. A config.json in the folder is the"
-        " architecture, or what flavor is checked against. No weights are loaded by this option alone.",
+        "Folder with a tokenizer.json, or that file; not set: bytes are the tokens. A config.json in the folder gives"
+        " the architecture; with flavor set, the two must agree. This option alone loads no weights.",
     )
     converters: list[str] = option(
         [],
-        "float8: linear layers multiply in float8, see [quantize.linear.float8] and docs/tune/float8.md; mx: they do in"
-        " MXFP8; quantize.grouped_mm.float8: experts multiply in float8.",
+        "Layers to quantize. float8: linear layers multiply in float8, see [quantize.linear.float8]; mx: in MXFP8,"
+        " emulated everywhere; quantize.grouped_mm.float8: experts multiply in float8.",
     )
     num_mtp_layers: int = option(
         0,
-        "Layers that each predict one more token while training (deepseek_v3; its release has 1).",
+        "Multi-token prediction: layers that each predict one token further while training (deepseek_v3).",
         minimum=0,
         maximum=16,
     )
     attn: str = option(
         "auto",
-        "Implementation of attention; all mask other documents. auto: on a GPU flex, compiled, which leaves out what"
-        " masks hide; on a CPU sdpa. varlen: flash attention's kernels for documents of various lengths, which hold no"
-        " mask; on a GPU in bfloat16.",
+        "Implementation of attention; all mask other documents. auto: flex on a GPU, compiled, which skips masked"
+        " blocks; sdpa on a CPU. varlen: flash attention's kernels for documents of several lengths, without a mask;"
+        " on a GPU in bfloat16.",
         choices=("auto", "sdpa", "flex", "varlen"),
     )
     elementwise: str = option(
         "auto",
-        "Implementation of rotary positions and SwiGLU, the same up to rounding. fused: an operator each, on a GPU one"
-        " kernel, in eager mode too, but for what compile.fusions has. torch: torch's operators. auto: on a GPU fused,"
-        " on a CPU torch.",
+        "Implementation of rotary positions and SwiGLU, equal up to rounding. fused: one operator each, a single"
+        " kernel on a GPU, except for those in compile.fusions; torch: torch's operators; auto: fused on a GPU, torch"
+        " on a CPU.",
         choices=("auto", "fused", "torch"),
     )
 
@@ -144,16 +129,19 @@ class MoE:
 
     bias_update_speed: float = option(
         1e-3,
-        "How far a correction bias (deepseek_v3's way to balance without a loss) moves after each step.",
+        "Step size of the correction biases, which balance deepseek_v3's experts without a loss.",
         minimum=0,
     )
-    load_balance_loss: float = option(0.0, "Weight of a loss that evens out the experts' loads; 0: none.", minimum=0)
+    load_balance_loss: float = option(0.0, "Weight of the load-balancing loss; 0: none.", minimum=0)
     load_balance_over: str = option(
         "batch",
-        "What that loss evens out: the loads of a microbatch's rows on all data-parallel ranks, or of each row.",
+        "What that loss balances. batch: the loads of a microbatch over all data-parallel ranks; sequence: of each"
+        " row.",
         choices=("batch", "sequence"),
     )
-    router_z_loss: float = option(0.0, "Weight of a loss that keeps the routers' logits small; 0: none.", minimum=0)
+    router_z_loss: float = option(
+        0.0, "Weight of the z-loss, which keeps the routers' logits small; 0: none.", minimum=0
+    )
 
 
 @dataclass
@@ -187,15 +175,15 @@ class Optimizer:
         {}, "Further arguments of an optimizer with a dotted name, such as {momentum = 0.9}."
     )
     param_groups: list[ParamGroup] = option(
-        [], "Parameters, by patterns of their names, that are trained with other settings than the rest."
+        [], "Groups of parameters, by patterns of their names, with settings of their own."
     )
     lr: float = option(8e-4, "Peak learning rate.", minimum=0)
-    beta1: float = option(0.9, "Decay of the mean of the gradients.", minimum=0, below=1)
-    beta2: float = option(0.95, "Decay of the mean of their squares.", minimum=0, below=1)
+    beta1: float = option(0.9, "Decay of the running mean of the gradients.", minimum=0, below=1)
+    beta2: float = option(0.95, "Decay of the running mean of their squares.", minimum=0, below=1)
     eps: float = option(1e-8, "Added to the denominator of an update.", minimum=0)
     weight_decay: float = option(0.1, "Weight decay; decoupled in AdamW.", minimum=0)
     implementation: str = option(
-        "fused", "The same update up to rounding, at another speed.", choices=("for-loop", "foreach", "fused")
+        "fused", "Implementation of AdamW and Adam, equal up to rounding.", choices=("for-loop", "foreach", "fused")
     )
 
 
@@ -207,14 +195,14 @@ class LRScheduler:
     total_steps: int | None = option(None, "Steps that the schedule spans; not set: training.steps.", minimum=1)
     decay_ratio: float | None = option(
         None,
-        "Part of total_steps spent decaying, from 0 up to 1; not set: all that follows warm-up.",
+        "Part of total_steps in which the rate decays, from 0 to 1; not set: all that follows warm-up.",
         minimum=0,
         maximum=1,
     )
     decay_type: str = option("linear", "Shape of the decay.", choices=("linear", "sqrt", "cosine"))
     min_lr_factor: float = option(
         0.0,
-        "Where the decay leads, as a part of the peak; the step after the last would have it.",
+        "Learning rate at the end of the decay, as a part of the peak.",
         minimum=0,
         maximum=1,
     )
@@ -227,13 +215,6 @@ class DataLoader:
     num_workers: int = option(
         0, "Worker processes per rank; 0: the trainer prepares its batches itself.", minimum=0, maximum=1024
     )
-    persistent_workers: bool = option(
-        False, "Keep worker processes where reading begins anew, instead of starting them again."
-    )
-    pin_memory: bool = option(
-        True, "On a GPU, put batches in page-locked memory: they are copied while it computes, a step ahead."
-    )
-    prefetch_factor: int | None = option(None, "Batches a worker prepares ahead; not set: 2.", minimum=1, maximum=1024)
 
 
 @dataclass
@@ -242,8 +223,8 @@ class DataSource:
 
     dataset: str | None = option(None, "As training.dataset.")
     dataset_path: str | None = option(None, "As training.dataset_path.")
-    weight: float = option(1.0, "Its share of the rows, relative to the weights of the others.", minimum=0)
-    name: str | None = option(None, "What the metrics call it; not set: the last part of its path, or dataset.")
+    weight: float = option(1.0, "Its share of the rows, relative to the other weights.", minimum=0)
+    name: str | None = option(None, "Its name in the metrics; not set: the last part of dataset_path, or dataset.")
 
 
 def source_name(source: DataSource) -> str:
@@ -260,21 +241,20 @@ class Training:
 
     dataset: str = option(
         "stdlib",
-        "Corpus: stdlib (the running Python's own sources, no download), c4 (from the Hugging Face hub), another"
-        " owner/name or owner/name:config of the hub, or any name together with dataset_path. c4_test is an old name of"
-        " stdlib.",
+        "Name of the corpus: stdlib (the running Python's own sources, no download), c4 (from the Hugging Face hub),"
+        " another owner/name or owner/name:config of the hub, or any name together with dataset_path.",
     )
     dataset_path: str | None = option(
         None,
-        "A text, .jsonl, .jsonl.gz or .parquet file, a folder of these and of source files at any depth, a saved"
-        " Hugging Face dataset, or token shards of scripts/pretokenize.py.",
+        "Files of the corpus: a text, .jsonl, .jsonl.gz or .parquet file, a folder of these and of source files at any"
+        " depth, a saved Hugging Face dataset, or token shards of scripts/pretokenize.py.",
     )
     sources: list[DataSource] = option(
-        [], "Corpora to mix by weight, in the place of dataset and dataset_path; the weights may change on a resume."
+        [], "Corpora to mix by weight, instead of dataset and dataset_path; the weights may change when a run resumes."
     )
-    repeat: bool = option(True, "Begin the corpus again, in another order, when it is through; else stop there.")
+    repeat: bool = option(True, "Repeat the corpus in another order when it ends; otherwise the run ends there.")
     skip_not_utf8: bool = option(
-        False, "Leave out files, lines and pieces that are not UTF-8, of validation too, where they'd be refused."
+        False, "Leave out text that is not UTF-8, in validation too; otherwise it is an error."
     )
     local_batch_size: int = option(8, "Rows per rank and microbatch.", minimum=1)
     global_batch_size: int = option(
@@ -286,11 +266,11 @@ class Training:
     seq_len: int = option(2048, "Tokens per row.", minimum=1)
     dynamic_seq_len: bool = option(
         False,
-        "Rows hold whole documents, as many as seq_len has room for; only a longer one is cut. A rank's batch is as"
-        " long as its longest row, up to a multiple of 16, and one graph serves all lengths.",
+        "Fill rows with whole documents up to seq_len tokens; only a longer document is cut. A rank's batch is as long"
+        " as its longest row, rounded up to a multiple of 16, and one graph serves all lengths.",
     )
     mtp_loss_weight: float = option(
-        0.3, "Weight of the mean loss of the model.num_mtp_layers tokens further ahead.", minimum=0
+        0.3, "Weight of the mean loss of multi-token prediction, see model.num_mtp_layers.", minimum=0
     )
     loss_implementation: str = option(
         "auto",
@@ -298,23 +278,18 @@ class Training:
         " backward, on a GPU in one kernel each. torch: torch's operators. auto: on a GPU fused, on a CPU torch.",
         choices=("auto", "fused", "torch"),
     )
-    max_norm: float = option(1.0, "Largest gradient norm, over all parameters; 0: measure, never clip.", minimum=0)
+    max_norm: float = option(1.0, "Clip gradients to this norm over all parameters; 0: don't clip.", minimum=0)
     steps: int = option(10000, "Optimizer steps.", minimum=1)
     dtype: str = option(
-        "float32", "dtype of the parameters at rest and of the optimizer.", choices=("float32", "bfloat16")
+        "float32", "dtype of the stored parameters and the optimizer's state.", choices=("float32", "bfloat16")
     )
     mixed_precision_param: str = option(
         "bfloat16", "dtype that forward and backward compute in.", choices=("bfloat16", "float32")
     )
-    mixed_precision_reduce: str = option("float32", "dtype that gradients are reduced in.", choices=("float32",))
     enable_cpu_offload: bool = option(
         False,
-        "On a GPU, keep parameters, gradients and the optimizer's state in the host's memory: shards are copied to the"
-        " GPU before they are gathered, reduced gradients back, and the optimizer steps on the host. On a CPU it does"
-        " nothing; a dry run counts it, unless comm.fake_device is CPU.",
-    )
-    gc_freq: int = option(
-        50, "Steps between Python's garbage collections, so that all ranks collect together.", minimum=1
+        "Keep parameters, gradients and the optimizer's state in the host's memory. Shards are copied to the GPU before"
+        " they are gathered, reduced gradients back, and the optimizer steps on the host. Without effect on a CPU.",
     )
     dataloader: DataLoader = field(default_factory=DataLoader)
 
@@ -323,61 +298,56 @@ class Training:
 class Parallelism:
     """How the work is divided. The degrees multiply to the number of processes, but for those of experts."""
 
-    data_parallel_replicate_degree: int = option(1, "Replicas of the parameters (DDP; with shards: HSDP).", minimum=1)
+    data_parallel_replicate_degree: int = option(1, "Replicas of the parameters (DDP, or with shards HSDP).", minimum=1)
     data_parallel_shard_degree: int = option(
         -1, "Shards of the parameters (FSDP); -1: all processes that the other degrees leave.", minimum=1, also=(-1,)
     )
     fsdp_reshard_after_forward: str = option(
         "default",
-        "Whether parameters that forward has gathered over the shards are freed after it and gathered again for"
-        " backward. default: those of the layers; embedding, last norm and output stay. always: all. never: none.",
+        "Which gathered parameters are freed after forward and gathered again in backward. default: those of the"
+        " layers; always: all, with embedding, last norm and output; never: none.",
         choices=("default", "always", "never"),
     )
-    tensor_parallel_degree: int = option(1, "Shards of the matrix products, with sequence parallel.", minimum=1)
+    tensor_parallel_degree: int = option(
+        1, "Shards of the matrix products (tensor parallel with sequence parallel).", minimum=1
+    )
     enable_async_tensor_parallel: bool = option(
         False,
-        "With tensor parallel, cut what its ranks send, and the products beside it, into the ranks' parts of the"
-        " sequence, so that they overlap.",
+        "Overlap tensor parallel's communication with its matrix products, by cutting both into the ranks' parts of the"
+        " sequence.",
     )
-    context_parallel_degree: int = option(1, "Ranks that share a row of tokens.", minimum=1)
-    pipeline_parallel_degree: int = option(1, "Stages that the layers are divided into.", minimum=1)
+    context_parallel_degree: int = option(1, "Ranks that share a row of tokens (context parallel).", minimum=1)
+    pipeline_parallel_degree: int = option(1, "Ranks that share the layers as stages (pipeline parallel).", minimum=1)
     pipeline_parallel_schedule: str = option(
         "1F1B",
-        "The order in which a rank's stages compute forward and backward of the microbatches. GPipe and 1F1B have one"
-        " stage on each rank, Interleaved1F1B several, ZBVZeroBubble and DualPipeV two, the first and the last on one"
-        " rank.",
+        "Order in which a rank's stages compute forward and backward of the microbatches. GPipe and 1F1B have one"
+        " stage on each rank, Interleaved1F1B several, ZBVZeroBubble and DualPipeV two, with the first and the last on"
+        " one rank.",
         choices=("GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble", "DualPipeV"),
     )
     pipeline_parallel_schedule_csv: str | None = option(
         None,
-        "File with a schedule of your own, in the place of pipeline_parallel_schedule: a line for each rank, with what"
-        " it computes, such as 0F0,0F1,0B0,0B1 (stage, F or B or its halves I and W, microbatch).",
+        "File with a schedule of your own, instead of pipeline_parallel_schedule: a line for each rank with its"
+        " actions, such as 0F0,0F1,0B0,0B1 (stage, F or B or its halves I and W, microbatch).",
     )
     pipeline_parallel_microbatch_size: int = option(
         1,
-        "With a pipeline, rows that a stage computes at a time; divides training.local_batch_size. All rows of a step"
-        " are one run of the schedule.",
-        minimum=1,
-    )
-    pipeline_parallel_layers_per_stage: int | None = option(
-        None,
-        "Layers of each stage, which gives the number of stages; not set: one stage on each rank, or two where the"
-        " schedule has several.",
+        "Rows that a pipeline's stage computes at a time; must divide training.local_batch_size.",
         minimum=1,
     )
     pipeline_parallel_first_stage_less_layers: int = option(
-        1, "How many layers fewer the first stage has, for the embedding.", minimum=0
+        1, "Layers that the first stage has fewer, since it has the embedding.", minimum=0
     )
     pipeline_parallel_last_stage_less_layers: int = option(
-        1, "How many layers fewer the last stage has, for the output.", minimum=0
+        1, "Layers that the last stage has fewer, since it has the output.", minimum=0
     )
     module_fqns_per_model_part: list[list[str]] = option(
         [],
-        "The modules of each stage by name, in order, such as [['tok_embeddings', 'layers.0'], ['layers.1', 'norm',"
-        " 'output']]; empty: divided evenly.",
+        "Modules of each stage by name, in order, such as [['tok_embeddings', 'layers.0'], ['layers.1', 'norm',"
+        " 'output']]; empty: divided evenly, one stage on each rank, or two where the schedule has several.",
     )
     expert_parallel_degree: int = option(
-        1, "Ranks among those of shard, context and tensor parallel that share the experts of a layer.", minimum=1
+        1, "Ranks, of those of shard, context and tensor parallel, that share a layer's experts.", minimum=1
     )
     expert_tensor_parallel_degree: int = option(
         1,
@@ -392,67 +362,59 @@ class Checkpoint:
     """Saving the run, and going on from a saved one."""
 
     enable: bool = option(False, "Save checkpoints, and resume from the newest complete one.")
-    folder: str = option("checkpoint", "Folder in dump_folder for the checkpoints.", place=INSIDE)
-    interval: int = option(500, "Steps from one checkpoint to the next.", minimum=1)
+    interval: int = option(500, "Steps between checkpoints.", minimum=1)
     interval_minutes: float = option(
-        0.0, "Save also when this long has passed since the last save, by the clock of rank 0; 0: never.", minimum=0
+        0.0, "Save also when this many minutes have passed since the last save; 0: never.", minimum=0
     )
-    keep_every: int = option(
-        0, "Save also every so many steps, and never delete those checkpoints; 0: none.", minimum=0
-    )
+    keep_every: int = option(0, "Steps between checkpoints that are never deleted; 0: none.", minimum=0)
     remote_folder: str | None = option(
         None,
-        "Address of a copy of the checkpoints, such as s3://bucket/run: each but step-N-hf is copied there once it is"
-        " whole, and a run whose folder lacks the newest fetches it.",
+        "Address of a copy of the checkpoints, such as s3://bucket/run: each complete one but step-N-hf is copied"
+        " there, and a run whose folder lacks the newest fetches it.",
     )
     initial_load_path: str | None = option(
         None,
-        "Checkpoint to start from while folder and remote_folder hold none of this run: a step-N folder, or the address"
-        " of one, such as s3://bucket/run/step-100.",
+        "Checkpoint to start from while the run has none of its own: a step-N folder, or the address of one, such as"
+        " s3://bucket/run/step-100.",
     )
-    initial_load_model_only: bool = option(True, "Take only parameters from initial_load_path.")
+    initial_load_model_only: bool = option(True, "Load only the parameters of initial_load_path.")
     initial_load_in_hf: bool = option(
         False,
         "Start from the weights in initial_load_path, or where that is not set in model.hf_assets_path: a folder in"
         " Hugging Face's format.",
     )
     initial_load_in_hf_quantized: bool = option(
-        False, "With initial_load_in_hf: turn weights stored in fp8 or MXFP4 blocks back into numbers."
+        False, "With initial_load_in_hf: dequantize weights stored in fp8 or MXFP4 blocks."
     )
     last_save_model_only: bool = option(True, "Save only parameters after the last step.")
     last_save_in_hf: bool = option(
         False,
-        "After the last step, also write step-N-hf in folder, in Hugging Face's format; it is not copied to"
-        " remote_folder.",
+        "After the last step, also write step-N-hf in Hugging Face's format; it is not copied to remote_folder.",
     )
     export_dtype: str = option(
         "float32",
-        "dtype of the parameters in step-N-hf; without last_save_in_hf, in a last checkpoint of only them. There"
-        " float32 leaves them as they are.",
+        "dtype of the parameters in step-N-hf, or without last_save_in_hf in a last checkpoint of only parameters,"
+        " where float32 leaves them as they are.",
         choices=("float16", "bfloat16", "float32"),
     )
     async_mode: str = option(
         "disabled",
-        "Save while training goes on: a thread writes a copy in the host's memory, made anew for each checkpoint"
-        " (async) or kept, on a GPU pinned (async_with_pinned_mem).",
+        "Save in a thread while training goes on. async: from a new copy in the host's memory for each checkpoint;"
+        " async_with_pinned_mem: from a copy that is kept, page-locked on a GPU.",
         choices=("disabled", "async", "async_with_pinned_mem"),
     )
     keep_latest_k: int = option(
         10,
-        "Checkpoints to keep, the newest, beside those of keep_every; 0: all. 1 is illegal: the newest may be"
-        " incomplete.",
+        "Number of newest checkpoints to keep, in addition to those of keep_every; 0: all. 1 is illegal, since the"
+        " newest may be incomplete.",
         minimum=2,
         also=(0,),
     )
     load_step: int = option(-1, "Step to resume from; -1: the newest.", minimum=0, also=(-1,))
     exclude_from_loading: list[str] = option(
         [],
-        "Parts not to load from initial_load_path or of load_step: optimizer, lr_scheduler, dataloader (the position in"
-        " the data), train_state (steps and tokens counted, random states).",
-    )
-    enable_first_step_checkpoint: bool = option(False, "Save after the first step too.")
-    create_seed_checkpoint: bool = option(
-        False, "In one process: save the state before the first step, step-0, and stop."
+        "Parts that are not loaded from initial_load_path or load_step: optimizer, lr_scheduler, dataloader (the"
+        " position in the data), train_state (steps and tokens counted, random states).",
     )
     load_only: bool = option(False, "Load, never save.")
 
@@ -463,52 +425,48 @@ class ActivationCheckpoint:
 
     mode: str = option(
         "selective",
-        "none: keep all but elementwise results; full: recompute each layer; selective: as selective_ac_option says;"
-        " memory_budget: as little as lets a step hold what memory_budget or memory_budget_gib says.",
+        "What is recomputed. none: elementwise results; full: each layer; selective: see selective_ac_option;"
+        " memory_budget: the least with which a step fits memory_budget or memory_budget_gib.",
         choices=("none", "selective", "full", "memory_budget"),
     )
     selective_ac_option: str = option(
         "2",
-        "op: of each layer keep attention, sums over ranks and every second matrix product, recompute the rest; an"
-        " integer n: recompute every n-th layer as a whole.",
+        "What mode selective recomputes. op: all of a layer but attention, sums over ranks and every second matrix"
+        " product; an integer n: every n-th layer as a whole.",
         pattern=r"op|[1-9][0-9]{0,8}",
         means="op, or a whole number of at least 1",
     )
     save: list[str] = option(
         [],
-        "Modules of layers whose results backward finds kept, whatever mode says, as patterns of names such as"
-        " layers.*.attention; * stands for any one part. Of modules inside one another the innermost that save or"
-        " recompute names decides; where both name the same one, save does.",
+        "Modules whose results are kept for backward in every mode, as patterns of names such as layers.*.attention; *"
+        " stands for any one part. The innermost module that save or recompute names counts; of both, save.",
     )
     recompute: list[str] = option(
         [],
-        "Modules of layers whose results backward computes again, whatever mode says, as patterns of names. What leaves"
-        " a layer stays kept.",
+        "Modules whose results are recomputed in backward in every mode, as patterns of names. What leaves a layer is"
+        " kept.",
     )
     offload: list[str] = option(
         [],
-        "Modules whose large activations lie in the host's memory from forward to backward, as patterns of names such"
-        " as layers.*; * stands for any one part. What the last block's backward reads stays on the GPU. On a CPU it"
-        " does nothing; a dry run counts it, unless comm.fake_device is CPU.",
+        "Modules whose large activations are moved to the host's memory until backward, as patterns of names such as"
+        " layers.*; * stands for any one part. Those of the last block stay on the GPU. Without effect on a CPU.",
     )
     memory_budget: float = option(
         0.5,
-        "With mode memory_budget: what a step may hold at its peak, from 0, the least that can be had, to 1, what mode"
-        " none holds.",
+        "With mode memory_budget: peak memory of a step, from 0, the least possible, to 1, that of mode none.",
         minimum=0,
         maximum=1,
     )
     memory_budget_gib: float | None = option(
         None,
-        "With mode memory_budget, in place of memory_budget: what a rank may hold in all, in GiB: parameters, optimizer"
-        " state, gradients and a step at its peak.",
+        "With mode memory_budget, instead of memory_budget: memory of a rank in GiB, for parameters, optimizer state,"
+        " gradients and a step at its peak.",
         minimum=0,
         maximum=10**6,
     )
     visualize_memory_budget_pareto: bool = option(
         False,
-        "With mode memory_budget: draw what can be had for how much work, to memory_budget_pareto.svg in the dump"
-        " folder's graphs.",
+        "With mode memory_budget: draw memory against recomputation to graphs/memory_budget_pareto.svg in dump_folder.",
     )
 
 
@@ -518,77 +476,72 @@ class ExtraPass:
 
     pass_: str = option(
         "",
-        "The dotted name of a function that takes a GraphModule and gives one.",
+        "Dotted name of a function that takes a GraphModule and returns one.",
         pattern=_DOTTED,
         means="a dotted name, such as my_package.my_pass, of a function that is imported",
     )
     after: str = option(
-        "", "The pass that it follows; entries after the same pass run in their order.", pattern=r".+", means=_NOT_EMPTY
+        "",
+        "Name of the pass that it follows; entries after the same pass run in their order.",
+        pattern=r".+",
+        means=_NOT_EMPTY,
     )
-    exact: bool = option(True, "It keeps numbers bit for bit; false: up to rounding. debug.verify_passes checks it.")
+    exact: bool = option(
+        True, "Whether it keeps numbers bit for bit, or only up to rounding; debug.verify_passes checks it."
+    )
 
 
 @dataclass
 class Compile:
     """How the training step runs."""
 
-    codegen: str | None = option(
-        None,
-        "What of the graph Inductor compiles: faster, and equal to eager only up to rounding. off: only flex attention "
-        "on a GPU; blocks: components, alike parts once; whole: all between collectives, which takes seconds for each "
-        "block. Not set: blocks with enable, else off.",
-        choices=("off", "blocks", "whole"),
+    mode: str = option(
+        "graph",
+        "How the step runs. graph: one FX graph, edited by passes; eager: FSDP2 and autograd, the reference.",
+        choices=("graph", "eager"),
     )
-    enable: bool = option(False, "torchtitan's word for codegen = blocks.")
-    components: list[str] = option(
-        ["model", "loss"],
-        "What codegen = blocks compiles: model (the modules of regions), loss (what follows the last module, unless "
-        "it works in the logits' memory), flex (flex attention also on a CPU, where only the evaluation step's can be "
-        "compiled).",
+    codegen: str = option(
+        "off",
+        "What Inductor compiles, equal to eager only up to rounding. off: only flex attention on a GPU; blocks: the"
+        " modules of regions and the loss, equal ones once; whole: everything between collectives, which takes seconds"
+        " to compile for each block.",
+        choices=("off", "blocks", "whole"),
     )
     regions: list[str] = option(
         ["layers.*"],
-        "Patterns of module names, such as layers.*.feed_forward, that component model compiles; * stands for any one "
-        "part. Each match is a region in forward and one in backward, cut where a collective lies between.",
+        "Modules that codegen = blocks compiles, as patterns of names such as layers.*.feed_forward; * stands for any"
+        " one part. Each is a region in forward and one in backward, cut at collectives.",
     )
     fusions: list[str] = option(
         [],
-        "What Inductor compiles alone, wherever the model has it, with codegen = off too: rms_norm, swiglu, rope.",
-    )
-    region_options: list[list[str]] = option(
-        [],
-        "Options of Inductor for regions: each a pattern of regions, a fusion, or flex, loss or whole, then name=value "
-        "as in torch._inductor.config.",
-    )
-    mode: str = option(
-        "graph",
-        "graph: one FX graph, edited by passes; eager: FSDP2 and autograd, the reference.",
-        choices=("graph", "eager"),
+        "Modules that Inductor compiles one by one wherever the model has them, also with codegen = off: rms_norm,"
+        " swiglu, rope.",
     )
     dedupe_layers: bool = option(
         False,
-        "Let equal blocks be calls of one subgraph, forward and backward: a small graph of many layers, bit for bit.",
+        "Replace equal blocks by calls of one subgraph, forward and backward: a small graph of many layers, bit for"
+        " bit.",
     )
     capture: str = option(
         "make_fx",
-        "How the step becomes a graph. make_fx: it is run, and what ran is recorded; dynamo: its code is read, so that "
-        "what the graph rests on is checked, and what it would lose is refused. The same bits; tracing takes longer.",
+        "How the step is traced, to the same bits. make_fx: its operations are recorded; dynamo: its code is read,"
+        " slower, but the graph's assumptions are checked, and code that it can't represent is refused.",
         choices=("make_fx", "dynamo"),
     )
     record_call_hierarchy: bool = option(
         False,
-        "Record on each graph node the calls of modules and functions that it was made in: for dumps, show_graph.py, "
-        "profiles, a table in TensorBoard, and passes of your own.",
+        "Record on each graph node the module and function calls that made it, for dumps, show_graph.py, profiles, a"
+        " table in TensorBoard, and passes of your own.",
     )
     optimizer_in_graph: bool = option(
         False,
-        "Clip and take the optimizer's step as a graph too, with the same bits on a CPU: Adam, AdamW, and of "
-        "torch.optim Adagrad, Muon, RMSprop and SGD.",
+        "Trace clipping and the optimizer's step as a graph too, with the same bits on a CPU: for Adam, AdamW, and"
+        " torch.optim's Adagrad, Muon, RMSprop and SGD.",
     )
     cuda_graphs: bool = option(
         False,
-        "Record the training step, and the optimizer's where that is a graph, as CUDA graphs in the second step, and "
-        "replay them from then on; GPUs only.",
+        "Record the training step, and the optimizer's with optimizer_in_graph, as CUDA graphs in the second step, and"
+        " replay them from then on; GPUs only.",
     )
     disable_passes: list[str] = option([], "Passes to leave out, by name.")
     extra_passes: list[ExtraPass] = option(
@@ -596,8 +549,8 @@ class Compile:
     )
     precompiled: str | None = option(
         None,
-        "Folder of this job's graphs, which python -m torchtitan_graph.precompile wrote with the same options: they are"
-        " read, not traced and rewritten anew.",
+        "Folder of this job's graphs, written by python -m torchtitan_graph.precompile with the same options: they are"
+        " read instead of traced.",
     )
 
 
@@ -607,37 +560,25 @@ class Float8:
 
     recipe_name: str | None = option(
         None,
-        "tensorwise (also if not set): one scale for a tensor, from its largest magnitude; tensorwise_delayed: from the"
-        " largest of the last 16 steps, weights from their own; rowwise: one for each row; rowwise_with_gw_hp: the same"
-        " with the weights' gradients in training.mixed_precision_param.",
+        "Scales. tensorwise (also if not set): one for a tensor, from its largest magnitude; tensorwise_delayed: from"
+        " the largest of the last 16 steps, weights from their own; rowwise: one for each row; rowwise_with_gw_hp: the"
+        " same with the weights' gradients in training.mixed_precision_param.",
         choices=("tensorwise", "tensorwise_delayed", "rowwise", "rowwise_with_gw_hp"),
     )
     gradient_format: str | None = option(
         None,
-        "Format of gradients; all else is e4m3. Not set: e5m2, with rows e4m3.",
+        "Format of gradients; all else is e4m3. Not set: e5m2, or e4m3 with rowwise recipes.",
         choices=("e5m2", "e4m3"),
     )
-    filter_fqns: list[str] = option(
-        [], "Parts of names; linear layers with one of them in their name, such as output, are left as they are."
-    )
-    emulate: bool = option(
-        False, "Multiply in fp32 what float8 stands for, on a GPU too, such as one without float8; a CPU always does."
-    )
+    filter_fqns: list[str] = option([], "Parts of the names of linear layers that are not converted, such as output.")
+    emulate: bool = option(False, "Emulate float8 in fp32 on a GPU too, such as one without float8; a CPU always does.")
 
 
 @dataclass
 class MX:
     """How linear layers multiply in MX formats, with "mx" in model.converters."""
 
-    recipe_name: str = option(
-        "mxfp8_cublas",
-        "All are e4m3 with a power of two for each 32 numbers that a product runs along. A CPU multiplies in fp32 what"
-        " they stand for; mxfp8_emulated: a GPU too, which has no other way yet. mxfp8 is mxfp8_cublas.",
-        choices=("mxfp8_cublas", "mxfp8", "mxfp8_emulated"),
-    )
-    filter_fqns: list[str] = option(
-        ["output"], "Parts of names; linear layers with one of them in their name are left as they are."
-    )
+    filter_fqns: list[str] = option(["output"], "Parts of the names of linear layers that are not converted.")
 
 
 @dataclass
@@ -652,17 +593,15 @@ class QuantizeLinear:
 class GroupedFloat8:
     """How experts multiply in float8, with "quantize.grouped_mm.float8" in model.converters."""
 
-    fqns: list[str] = option(
-        [], "Parts of names; experts with one of them in their name, such as experts for all, multiply in float8."
-    )
+    fqns: list[str] = option([], "Parts of the names of experts that multiply in float8; experts is a part of all.")
     recipe_name: str | None = option(
         None,
-        "As of quantize.linear.float8; each expert's weight has a scale of its own. Not set: rowwise.",
+        "As in [quantize.linear.float8]; each expert's weight has its own scale. Not set: rowwise.",
         choices=("tensorwise", "tensorwise_delayed", "rowwise", "rowwise_with_gw_hp"),
     )
-    gradient_format: str | None = option(None, "As of quantize.linear.float8.", choices=("e5m2", "e4m3"))
+    gradient_format: str | None = option(None, "As in [quantize.linear.float8].", choices=("e5m2", "e4m3"))
     emulate: bool = option(
-        False, "Multiply in fp32 what float8 stands for; a CPU always does. A GPU has products by rows, in e4m3."
+        False, "Emulate float8 in fp32 on a GPU too; a CPU always does. A GPU multiplies by rows, in e4m3."
     )
 
 
@@ -686,25 +625,18 @@ class Comm:
     """The processes' communication."""
 
     init_timeout_seconds: int = option(
-        300, "Longest wait in a collective until the first step is done.", minimum=1, maximum=10**9
+        300, "Timeout of a collective until the first step is done.", minimum=1, maximum=10**9
     )
-    train_timeout_seconds: int = option(100, "Longest wait in a collective after that.", minimum=1, maximum=10**9)
-    trace_buf_size: int = option(
-        20000, "Collectives that NCCL's flight recorder keeps, written when one of them times out; 0: none.", minimum=0
-    )
-    save_traces_folder: str = option(
-        "comm_traces", "Folder in dump_folder for what is written when a step hangs.", place=INSIDE
-    )
-    save_traces_file_prefix: str = option("rank_", "How the files in it begin.", place=INSIDE)
+    train_timeout_seconds: int = option(100, "Timeout of a collective after the first step.", minimum=1, maximum=10**9)
     mode: str = option(
         "default",
-        "default: real communication; fake_backend: a dry run of one rank of any world size, in one process.",
+        "Kind of communication. default: real; fake_backend: a dry run of one rank of any world size, in one process.",
         choices=("default", "fake_backend"),
     )
     fake_rank: int = option(0, "The rank that a dry run builds.", minimum=0)
     fake_device: str = option(
         "H100",
-        "The device that a dry run is for, and by whose rates it estimates; eight GPUs share a machine.",
+        "Device that a dry run is for, and whose rates it estimates with; eight GPUs share a machine.",
         choices=tuple(RATES),
         any_case=True,
     )
@@ -717,16 +649,16 @@ class Validation:
     enable: bool = option(False, "Validate every freq steps, and after the last.")
     dataset: str | None = option(
         None,
-        "Corpus, as training.dataset, whose validation split is used; not set, nor dataset_path: what is trained on, of"
-        " a mixture each source by its weight. c4_validation is the hub's.",
+        "Corpus, as training.dataset, whose validation split is used; with neither this nor dataset_path set: the"
+        " corpora of training, by their weights. c4_validation is the hub's.",
     )
     dataset_path: str | None = option(
-        None, "As training.dataset_path; a path that is not trained on is used as a whole."
+        None, "As training.dataset_path; files that are not trained on are used as a whole."
     )
     local_batch_size: int = option(8, "Rows per rank and microbatch.", minimum=1)
     seq_len: int = option(2048, "Tokens per row.", minimum=1)
-    freq: int = option(10, "Steps from one validation to the next.", minimum=1)
-    steps: int = option(-1, "Microbatches per rank of one validation; -1: the whole split.", minimum=1, also=(-1,))
+    freq: int = option(10, "Steps between validations.", minimum=1)
+    steps: int = option(-1, "Microbatches per rank in a validation; -1: the whole split.", minimum=1, also=(-1,))
     dataloader: DataLoader = field(default_factory=DataLoader)
 
 
@@ -739,25 +671,17 @@ class Debug:
     )
     deterministic: bool = option(
         False,
-        "Use deterministic kernels only, on a GPU slower ones; an operation without one is an error.",
+        "Use only deterministic kernels, which are slower on a GPU; an operation without one is an error.",
     )
-    deterministic_warn_only: bool = option(
-        False,
-        "With deterministic: such an operation is a warning, and on a GPU attention keeps its faster kernels, whose"
-        " backward is not deterministic.",
-    )
-    moe_force_load_balance: bool = option(False, "Send every expert equally many tokens.")
+    moe_force_load_balance: bool = option(False, "Send the same number of tokens to every expert.")
     verify_passes: bool = option(
-        False, "Run the training step's graph before and after each pass and compare. Slow, and needs memory."
+        False, "Run the training step's graph before and after each pass, and compare the results; slow."
     )
     dump_graphs: bool = option(
         False,
-        "Write the training step's graph after each pass to graphs in dump_folder, numbered, as Python files that run.",
+        "Write the training step's graph after each pass to graphs/ in dump_folder, as numbered Python files that run.",
     )
-    trace_every_block: bool = option(
-        False, "Trace every block of the model. Without it those that are alike are traced once, which is faster."
-    )
-    stack_traces: bool = option(False, "Record the line of source of each graph node. Tracing is slower.")
+    stack_traces: bool = option(False, "Record the source line of each graph node; tracing is slower.")
 
 
 @dataclass
@@ -809,3 +733,25 @@ def put(config: JobConfig, key: str, value: Any) -> None:
     """Set the option called `key`."""
     table, _, name = key.rpartition(".")
     setattr(get(config, table), name, value)
+
+
+def is_set(config: JobConfig, key: str) -> bool:
+    """Return whether an option differs from its default."""
+    return bool(get(config, key) != OPTIONS[key].default)
+
+
+class Problem(NamedTuple):
+    """An option, and why its value is wrong or has no effect."""
+
+    key: str
+    why: str
+
+
+def lines(config: JobConfig, found: Iterable[Problem]) -> list[str]:
+    """Return a line for each problem."""
+    return [f"{named(config, key)}: {why}" for key, why in found]
+
+
+def unused(config: JobConfig, why: str, *keys: str) -> list[Problem]:
+    """Return a notice for each of these options that differs from its default."""
+    return [Problem(key, why) for key in keys if is_set(config, key)]

@@ -52,21 +52,6 @@ def load(argv: Sequence[str]) -> JobConfig:
     return result.config
 
 
-def find_config(what: Path) -> Path:
-    """Return the TOML file for a path: a run folder's `config.toml`, or the file itself.
-
-    Raises:
-        UserError: it is a folder without one.
-    """
-    if not what.is_dir():
-        return what  # the loader says what is wrong with it
-    if (what / "config.toml").is_file():
-        return what / "config.toml"
-    runs = sorted(file.parent for file in what.glob("*/config.toml"))
-    near = f"; these are runs: {', '.join(map(str, runs[:5]))}" if runs else ""
-    raise UserError(f"{what}: is no run's folder, for it has no config.toml{near}")
-
-
 def read_beside(
     parser: argparse.ArgumentParser, argv: Sequence[str] | None = None
 ) -> tuple[argparse.Namespace, list[str]]:
@@ -124,11 +109,20 @@ def _unexpected(word: str) -> str:
 
 
 def read_file(name: str, result: Resolution) -> list[Setting]:
-    """Return the settings of a TOML file, one per key; a bare name that is no file here means a packaged one."""
-    path = Path(name)
-    package = Path(torchtitan_graph.__file__).parent
+    """Return the settings of a TOML file, one per key. A run's folder stands for the `config.toml` in it, and a bare
+    name that is no file here for a packaged file."""
+    path, package = Path(name), Path(torchtitan_graph.__file__).parent
     folders = [package / "train_configs", package.parent / "train_configs"] if path.name == name else []
     try:
+        if path.is_dir():
+            runs = sorted(str(file.parent) for file in path.glob("*/config.toml"))
+            if not (path / "config.toml").is_file():
+                near_by = f"; these are runs: {', '.join(runs[:5])}" if runs else ""
+                why = f"is no run's folder, for it has no config.toml{near_by}"
+                result.refuse(Setting(COMMAND_LINE, "job.config_file", name), why)
+                return []
+            path = path / "config.toml"
+            name = str(path)
         path = next((file for file in (path, *(folder / name for folder in folders)) if file.is_file()), path)
         tree = wait_for_storage(lambda: read_toml(path))
     except OSError as error:

@@ -1,5 +1,6 @@
 """The options as text, for --help and the pages docs/reference/options."""
 
+import re
 import textwrap
 from collections.abc import Iterable
 from dataclasses import is_dataclass
@@ -20,18 +21,51 @@ defaults.
     --table.list first,second    a list
     --table.lists 'a,b;c'        a list of lists, or as in TOML: '[["a", "b"], ["c"]]'
     --table.tables TABLES        a table, or an array of tables, as in TOML: '[{key = value}, {key = value}]'
-    --help [TABLE]               explains all options, or those of one table; --help TABLE.KEY explains one option
+    --help                       shows the common options and the tables
+    --help TABLE                 explains the options of a table, as --help training; --help TABLE.KEY one option
     --version                    prints the version
 
 An empty value unsets an option that may be unset."""
 
+# What --help shows, and each table's help shows first.
+COMMON = (
+    "job.config_file",
+    "job.dump_folder",
+    "model.name",
+    "model.flavor",
+    "model.hf_assets_path",
+    "optimizer.lr",
+    "lr_scheduler.warmup_steps",
+    "training.dataset",
+    "training.dataset_path",
+    "training.steps",
+    "training.seq_len",
+    "training.local_batch_size",
+    "training.global_batch_size",
+    "training.mixed_precision_param",
+    "parallelism.data_parallel_shard_degree",
+    "parallelism.tensor_parallel_degree",
+    "parallelism.context_parallel_degree",
+    "parallelism.pipeline_parallel_degree",
+    "parallelism.expert_parallel_degree",
+    "activation_checkpoint.mode",
+    "compile.mode",
+    "compile.codegen",
+    "checkpoint.enable",
+    "checkpoint.interval",
+    "validation.enable",
+    "metrics.log_freq",
+    "metrics.enable_tensorboard",
+    "debug.seed",
+)
+
 
 def tables() -> dict[str, list[Option]]:
-    """Return the options of each table, in the order of declaration."""
+    """Return the options of each table in the order of declaration, the common ones first."""
     found: dict[str, list[Option]] = {}
     for option in OPTIONS.values():
         found.setdefault(option.key.rpartition(".")[0], []).append(option)
-    return found
+    return {name: sorted(members, key=lambda option: option.key not in COMMON) for name, members in found.items()}
 
 
 def describe_table(name: str) -> str:
@@ -49,7 +83,7 @@ def describe(table: type) -> str:
 
 
 def option_help(table: str | None) -> str:
-    """Return the text of --help: all options, or those of one table and the tables in it, or one option.
+    """Return the text of --help: the common options, those of one table and the tables in it, or one option.
 
     Raises:
         UserError: there is no such table.
@@ -57,11 +91,15 @@ def option_help(table: str | None) -> str:
     if table in OPTIONS:
         return _help_block(f"[{table.rpartition('.')[0]}]", [OPTIONS[table]], "--" + table.rpartition(".")[0])
     every = tables()
-    chosen = [name for name in every if table is None or name == table or name.startswith(f"{table}.")]
+    if table is None:
+        common = [(f"--{key} ({show(OPTIONS[key].default)})", OPTIONS[key].help) for key in COMMON]
+        shown = [(f"--help {name}", describe_table(name)) for name in every]
+        return "\n".join([SYNTAX, "", "Common options, with defaults:", "", *_columns(common), "", *_columns(shown)])
+    chosen = [name for name in every if name == table or name.startswith(f"{table}.")]
     if not chosen:
-        near = nearest(table or "", [*every, *OPTIONS])
+        near = nearest(table, [*every, *OPTIONS])
         raise UserError(f"--help {table}: there is no such table" + (f"; did you mean {near}?" if near else ""))
-    blocks = [SYNTAX] if table is None else []
+    blocks = []
     for name in chosen:
         blocks.append(_help_block(f"[{name}]  {describe_table(name)}", every[name], "--" + name))
         blocks += [
@@ -70,6 +108,11 @@ def option_help(table: str | None) -> str:
             if option.row is not None
         ]
     return "\n\n".join(blocks)
+
+
+def _columns(rows: Iterable[tuple[str, str]]) -> list[str]:
+    """Return names with the first clauses of their texts, a line each."""
+    return [f"  {name:46} " + re.split(r"[.;:](?: |$)", text)[0] for name, text in rows]
 
 
 def _help_block(title: str, members: Iterable[Option], prefix: str) -> str:
@@ -101,17 +144,17 @@ def options_pages() -> dict[str, str]:
         "All options are checked before a process group starts. An error lists every problem at once, with its place,",
         "the option, what is legal, and the nearest name.",
         "",
-        "`python -m torchtitan_graph.translate OLD.toml` shows how a TOML file of torchtitan or of an earlier release",
-        "is read, and what train would refuse; `--out NEW.toml` writes it with today's names. Every run writes its",
-        "resolved configuration to its `dump_folder`. That file can be loaded again, and says where each value came",
-        "from.",
+        "`python -m torchtitan_graph.translate --job.config_file OLD.toml` shows how a TOML file of torchtitan or of",
+        "an earlier release is read, and what train would refuse; `--out NEW.toml` writes it with today's names. Every",
+        "run writes its resolved configuration to `config.toml` in its `dump_folder`. That file can be loaded again,",
+        "and says where each value came from.",
         "",
         "## The tables",
         "",
         "| table | |",
         "|---|---|",
         *(f"| [{name}]({name}.md) | {describe_table(name)} |" for name in sections),
-        "| [old names](old_names.md) | Read as new names; and names of torchtitan without meaning here. |",
+        "| [old names](old_names.md) | Keys of torchtitan and of earlier releases: renamed, refused or ignored. |",
     ]
     pages = {f"{name}.md": [f"# {name}", *lines] for name, lines in sections.items()}
     every = {"README.md": index, **pages, "old_names.md": _old_names()}
@@ -131,10 +174,10 @@ def _old_names() -> list[str]:
     lines += ["| dataset = c4_test | dataset = stdlib |"]
     lines += [
         "",
-        "## Names of torchtitan that mean nothing here",
+        "## Keys of torchtitan and of earlier releases that are no options",
         "",
-        "They are not options here. If a file sets one of them to a value other than torchtitan's default, it is",
-        "refused, or, where that changes no numbers, accepted with a notice. Nothing in a file is dropped silently.",
+        "If a file sets one of them to a value other than its default there, it is refused, or, where that changes no",
+        "numbers, ignored or changed with a notice. Nothing in a file is dropped silently.",
         "",
         "| name | | why, or what to do instead |",
         "|---|---|---|",

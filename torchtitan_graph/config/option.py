@@ -6,14 +6,12 @@ import math
 import re
 import types
 import typing
-from collections.abc import Iterable, Sequence
-from pathlib import PurePath
+from collections.abc import Iterable
 from typing import Any, Union
 
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.small_files import BadFile, parse_toml
 
-INSIDE = "a path below dump_folder, without .. and names of more than 200 bytes"  # the system takes 255
 LIKE_ENOUGH = 0.75  # a letter of four is another
 KINDS = {
     bool: "true or false",
@@ -26,66 +24,39 @@ KINDS = {
 }
 
 
-def option(
-    default: Any,
-    help: str,
-    *,
-    choices: Sequence[str] = (),
-    any_case: bool = False,
-    minimum: float | None = None,
-    maximum: float | None = None,
-    below: float | None = None,
-    also: Sequence[float] = (),
-    pattern: str | None = None,
-    means: str = "",
-    place: str = "",
-) -> Any:
-    """Declare a dataclass field that users can set.
-
-    `choices` and `pattern` restrict strings: `pattern` is matched in full, and `means` says in words what matches it;
-    where both are given, one is enough.
-    `minimum`, `maximum` and `below` restrict numbers; `also` lists legal numbers outside that range.
-    With `any_case`, a choice may be given in upper or lower case.
-    `place`, if INSIDE, restricts strings that name files to those below dump_folder.
+def option(default: Any, help: str, **rules: Any) -> Any:
+    """Declare a dataclass field that users can set; `rules` are fields of `Option`, such as `minimum`.
 
     A field of the type `list[Row]`, where Row is a dataclass of such fields, is an array of tables in TOML. A name that
     is a word of Python's is written with `_` after it: the option `pass` is the field `pass_`.
     """
-    rules = {
-        "help": help,
-        "choices": tuple(choices),
-        "any_case": any_case,
-        "minimum": minimum,
-        "maximum": maximum,
-        "below": below,
-        "also": tuple(also),
-        "pattern": pattern,
-        "means": means,
-        "place": place,
-    }
     if isinstance(default, (list, dict)):
-        return dataclasses.field(default_factory=default.copy, metadata=rules)
-    return dataclasses.field(default=default, metadata=rules)
+        return dataclasses.field(default_factory=default.copy, metadata={"help": help, **rules})
+    return dataclasses.field(default=default, metadata={"help": help, **rules})
 
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """One option of the schema, as declared by `option`. `key` is its full name, `table.key`."""
+    """One option of the schema, as declared by `option`. `key` is its full name, `table.key`.
+
+    `choices` and `pattern` restrict strings: `pattern` is matched in full, and `means` says in words what matches it;
+    where both are given, one is enough. With `any_case`, a choice may be given in upper or lower case.
+    `minimum`, `maximum` and `below` restrict numbers; `also` lists legal numbers outside that range.
+    """
 
     key: str
     kind: Any
     optional: bool
     default: Any
     help: str
-    choices: tuple[str, ...]
-    any_case: bool
-    minimum: float | None
-    maximum: float | None
-    below: float | None
-    also: tuple[float, ...]
-    pattern: str | None
-    means: str
-    place: str
+    choices: tuple[str, ...] = ()
+    any_case: bool = False
+    minimum: float | None = None
+    maximum: float | None = None
+    below: float | None = None
+    also: tuple[float, ...] = ()
+    pattern: str | None = None
+    means: str = ""
 
     @property
     def row(self) -> type | None:
@@ -99,7 +70,7 @@ class Option:
             return "one of " + ", ".join(self.choices) + (f", or {self.means}" if self.means else "")
         if self.row is not None:
             return f"tables, each [[{self.key}]], with the keys {', '.join(options(self.row))}"
-        words = self.place or self.means or KINDS[self.kind]
+        words = self.means or KINDS[self.kind]
         if self.minimum is not None:
             words += f" of at least {self.minimum}"
         if self.maximum is not None:
@@ -194,8 +165,7 @@ class Option:
         if self.kind is str:
             if self.choices and value in self.choices:
                 return True
-            matches = not self.choices if self.pattern is None else re.fullmatch(self.pattern, value) is not None
-            return matches and (not self.place or _is_inside(value))
+            return not self.choices if self.pattern is None else re.fullmatch(self.pattern, value) is not None
         return True
 
 
@@ -283,13 +253,6 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, list):
         return all(map(_is_plain, value))
     return any(_has_kind(value, kind) for kind in (bool, int, str)) or (type(value) is float and math.isfinite(value))
-
-
-def _is_inside(name: str) -> bool:
-    path = PurePath(name)
-    if ".." in path.parts or path.is_absolute() or any(len(part.encode()) > 200 for part in path.parts):
-        return False
-    return name == "" or path.parts != ()
 
 
 def _split(text: str, separator: str) -> list[str]:

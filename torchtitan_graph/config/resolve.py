@@ -11,7 +11,9 @@ import torchtitan_graph
 from torchtitan_graph.config.job import OPTIONS, JobConfig, get, put
 from torchtitan_graph.config.option import brief, nearest, show
 from torchtitan_graph.config.support import (
+    CHANGED,
     FLAVOR_SUFFIXES,
+    IGNORED,
     NAMES_ELSEWHERE,
     OLD_FLAVORS,
     REFUSED,
@@ -21,13 +23,8 @@ from torchtitan_graph.config.support import (
 )
 from torchtitan_graph.errors import UserError
 
-CHANGED = "changed"
 MOST_TOLD = 30  # problems in one message
 COMMAND_LINE = "command line"
-_ONLY_FASTER = {
-    "compile.enable": "code by Inductor",
-    "parallelism.enable_async_tensor_parallel": "cutting products into parts",
-}
 TABLES = {key.rpartition(".")[0] for key in OPTIONS}
 NAMES = {*OPTIONS, *RENAMED, *UNSUPPORTED}
 
@@ -100,7 +97,7 @@ def resolve(settings: Sequence[Setting], result: Resolution) -> None:
     for key, setting in effective.items():
         if key in UNSUPPORTED:
             name = UNSUPPORTED[key]
-            if not name.is_harmless(setting.value):
+            if name.verdict != CHANGED and not name.is_harmless(setting.value):  # compile.enable: see _resolve_speed
                 result.findings.append(Finding(name.verdict, setting, name.instead))
         elif _is_unsupported_value(key, setting.value):
             result.refuse(setting, UNSUPPORTED_VALUES[key, setting.value])
@@ -190,14 +187,27 @@ def _resolve_aliases(effective: dict[str, Setting], result: Resolution) -> None:
 
 
 def _resolve_speed(effective: dict[str, Setting], result: Resolution) -> None:
-    """Turn off speed-ups in torchtitan's files that are not built with converters; the numbers are the same."""
-    config = result.config
-    for key, what in _ONLY_FASTER.items():
-        if config.model.converters and get(config, key):
-            put(config, key, False)
-            why = f"is left out, for {what} is not built with model.converters"
-            why += "; the same numbers up to rounding, in more time"
-            result.findings.append(Finding(CHANGED, effective[key], why))
+    """Read compile.enable, torchtitan's word for code by Inductor, and turn off speed-ups of its files that are not
+    built with converters; the numbers are the same."""
+    config, left_out = result.config, "; the same numbers up to rounding, in more time"
+    setting = effective.get("compile.enable")
+    if setting is not None and not UNSUPPORTED["compile.enable"].is_harmless(setting.value):
+        if setting.value is not True and brief(setting.value).lower() != "'true'":
+            result.refuse(setting, "must be true or false; compile.codegen is its new name")
+        elif "compile.codegen" in effective:
+            result.findings.append(Finding(IGNORED, setting, "compile.codegen is set as well"))
+        elif config.model.converters:
+            why = f"is left out, for code by Inductor is not built with model.converters{left_out}"
+            result.findings.append(Finding(CHANGED, setting, why))
+        else:
+            put(config, "compile.codegen", "blocks")
+            config.sources["compile.codegen"] = setting.source
+            result.findings.append(Finding(CHANGED, setting, "is read as compile.codegen = blocks"))
+    key = "parallelism.enable_async_tensor_parallel"
+    if config.model.converters and get(config, key):
+        put(config, key, False)
+        why = f"is left out, for cutting products into parts is not built with model.converters{left_out}"
+        result.findings.append(Finding(CHANGED, effective[key], why))
 
 
 def _resolve_references(effective: dict[str, Setting], result: Resolution) -> None:

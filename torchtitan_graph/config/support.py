@@ -1,4 +1,4 @@
-"""Names of torchtitan's TOML files that mean nothing here: refused, or ignored where that changes no numbers.
+"""Keys of torchtitan's TOML files and of earlier releases that are no options: refused, or ignored with a notice.
 
 Each is a line of UNSUPPORTED, and no option: --help, the dumps and JobConfig do not show it. To build one, take its
 line out and declare it in job.py. `python -m torchtitan_graph.translate OLD.toml` shows what becomes of a file.
@@ -6,11 +6,12 @@ line out and declare it in job.py. `python -m torchtitan_graph.translate OLD.tom
 
 from typing import Any, NamedTuple
 
-REFUSED, IGNORED = "refused", "ignored"
+REFUSED, IGNORED, CHANGED = "refused", "ignored", "changed"
 
 
 class Unsupported(NamedTuple):
-    """The verdict on an option of torchtitan, the advice, and the values that mean nothing: its defaults."""
+    """The verdict on a key that is no option, the reason or advice, and the values that ask for nothing: its
+    defaults."""
 
     verdict: str
     instead: str
@@ -42,33 +43,65 @@ def _ignore(harmless: Any, why: str) -> Unsupported:
 
 
 def _gone(why: str) -> Unsupported:
-    """Return an ignored name that torchtitan's last TOML release no longer had: every value of it gets a notice."""
+    """Return an ignored name without a harmless value: every value of it gets a notice."""
     return Unsupported(IGNORED, why)
 
 
+_WORKERS = {
+    "persistent_workers": Unsupported(IGNORED, "worker processes always stay", (False,)),
+    "pin_memory": Unsupported(IGNORED, "batches are always in page-locked memory on a GPU", (True,)),
+    "prefetch_factor": Unsupported(IGNORED, "each worker prepares 2 batches ahead", (None, 2)),
+}
 _GATHERS = "weights with one scale are gathered in float8 anyway, all their scales in one message; same numbers"
 _DELAYED = "one recipe is for all: set quantize.linear.float8.recipe_name = 'tensorwise_delayed' in its place"
 _FLOAT8 = "set model.converters = ['float8'] in its place"
 _NO_MX = "experts are not quantised in MX formats"
+_INDUCTOR = (
+    "set Inductor's own environment variables in its place, such as TORCHINDUCTOR_MAX_AUTOTUNE=1 or"
+    " TORCHINDUCTOR_EMULATE_PRECISION_CASTS=1, which hold for all that it compiles"
+)
 _ESTIMATE = "memory is not estimated"
 _REPLICAS = "there are no fault-tolerant replicas"
 
 UNSUPPORTED = {
     "job.custom_config_module": _refuse("", "the schema can't be extended; remove it"),
     "job.use_for_integration_test": _gone("it marked files for a test suite"),
+    "job.description": _ignore("default job", "comments in the file describe it"),
+    "job.print_config": _ignore(False, "the resolved configuration is in config.toml, in job.dump_folder"),
+    "job.save_config_file": _refuse(
+        "config.toml",
+        "the resolved configuration is always config.toml in job.dump_folder; rename a file of an earlier start to"
+        " that, and remove this line",
+    ),
+    "profiling.profiler_active": _ignore(1, "a trace covers one step"),
+    "profiling.profiler_warmup": _ignore(3, "up to 3 steps before a trace warm the profiler up"),
+    "profiling.save_traces_folder": _ignore("profile_traces", "traces are in profile_traces, in job.dump_folder"),
+    "profiling.save_memory_snapshot_folder": _ignore(
+        "memory_snapshot", "snapshots are in memory_snapshot, in job.dump_folder"
+    ),
     "model.norm_type": Unsupported(
         REFUSED,
         "norms are RMSNorm; remove it, or give model.name as a dotted name to train a model of your own",
         ("rmsnorm", "fused_rmsnorm", "compiled_rmsnorm"),
     ),
     "model.print_after_conversion": _ignore(False, "the log says which layers are converted"),
+    "metrics.disable_color_printing": _ignore(
+        False, "set the environment variable NO_COLOR=1 for a log without colour"
+    ),
+    "metrics.save_tb_folder": _ignore("tb", "TensorBoard files are in tb, in job.dump_folder"),
     "metrics.rank_0_only": _refuse(True, "set metrics.save_for_all_ranks = true in its place"),
     "optimizer.fused": _refuse(True, "set optimizer.implementation = 'foreach' in its place"),
     "optimizer.early_step_in_backward": _refuse(False, "gradients are clipped together before the step; remove it"),
     "training.enable_loss_parallel": _refuse(True, "set parallelism.disable_loss_parallel = true in its place"),
+    "training.gc_freq": _ignore(50, "garbage is collected every 50 steps, on all ranks together"),
+    "training.mixed_precision_reduce": _refuse("float32", "gradients are reduced in float32; remove it"),
+    **{f"{table}.dataloader.{name}": gone for table in ("training", "validation") for name, gone in _WORKERS.items()},
     "training.gc_debug": _ignore(False, "collections are not examined"),
     "parallelism.enable_compiled_autograd": _gone("backward is part of the graph"),
     "parallelism.pipeline_parallel_split_points": _gone("use module_fqns_per_model_part"),
+    "parallelism.pipeline_parallel_layers_per_stage": _refuse(
+        None, "list the modules of each stage in parallelism.module_fqns_per_model_part in its place"
+    ),
     "parallelism.pipeline_parallel_expert_parallel_overlap": _ignore(
         True, "experts' messages are not hidden behind another microbatch"
     ),
@@ -79,6 +112,18 @@ UNSUPPORTED = {
         "allgather", "keys and values are gathered, whatever the method; same numbers"
     ),
     "parallelism.expert_parallel_comm_backend": _ignore("standard", "tokens travel by all-to-all alone; same numbers"),
+    "checkpoint.folder": _refuse(
+        "checkpoint",
+        "checkpoints are always in the folder checkpoint of job.dump_folder; rename that of an earlier start, and"
+        " remove this line; an address belongs in checkpoint.remote_folder",
+    ),
+    "checkpoint.enable_first_step_checkpoint": _ignore(
+        False, "the first checkpoint is that of checkpoint.interval; a folder that can't be written is found at start"
+    ),
+    "checkpoint.create_seed_checkpoint": _refuse(
+        False,
+        "initial parameters are the same in every layout, by debug.seed alone; remove it and start the run itself",
+    ),
     "checkpoint.interval_type": Unsupported(
         REFUSED, "set checkpoint.interval_minutes in its place, and checkpoint.interval to steps", ("steps", "step")
     ),
@@ -90,9 +135,15 @@ UNSUPPORTED = {
     "activation_checkpoint.preserve_rng_state": _ignore(True, "no recomputed operation draws random numbers"),
     "activation_checkpoint.determinism_check": _ignore("default", "use debug.verify_passes"),
     "activation_checkpoint.debug": _ignore(False, "use debug.dump_graphs"),
+    "compile.enable": Unsupported(CHANGED, "is read as compile.codegen = blocks", (False,)),
+    "compile.components": _ignore(["model", "loss"], "compile.codegen = blocks compiles compile.regions and the loss"),
+    "compile.region_options": _refuse([], _INDUCTOR),
     "compile.backend": _refuse("inductor", "regions are compiled by Inductor alone; remove it"),
     "quantize.linear.float8.enable_fsdp_float8_all_gather": _ignore(False, _GATHERS),
     "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp": _ignore(False, _GATHERS),
+    "quantize.linear.mx.recipe_name": Unsupported(
+        REFUSED, "MXFP8 is the one format; remove it", ("mxfp8_cublas", "mxfp8", "mxfp8_emulated")
+    ),
     "quantize.linear.mx.mxfp8_dim1_cast_kernel_choice": _ignore("triton", "casts are operations of the graph"),
     "quantize.linear.mx.use_fp8_dim1_cast_triton_kernel": _gone("casts are operations of the graph"),
     "quantize.grouped_mm.mx.recipe_name": _ignore("mxfp8", _NO_MX),
@@ -102,6 +153,15 @@ UNSUPPORTED = {
     "training.fp8_linear": Unsupported(REFUSED, _FLOAT8, ("", False)),
     **{f"float8.scaling_type_{name}": _refuse("dynamic", _DELAYED) for name in ("input", "weight", "grad_output")},
     "float8.force_recompute_fp8_weight_in_bwd": _gone("weights are quantised outside the graph"),
+    "comm.trace_buf_size": _ignore(
+        20000, "NCCL's flight recorder keeps 20,000 collectives, or as many as TORCH_FR_BUFFER_SIZE in the environment"
+    ),
+    "comm.save_traces_folder": _ignore("comm_traces", "files of a hung step are in comm_traces, in job.dump_folder"),
+    "comm.save_traces_file_prefix": _ignore("rank_", "these files are called rank_R"),
+    "debug.deterministic_warn_only": _ignore(
+        False, "with debug.deterministic an operation without a deterministic kernel is an error"
+    ),
+    "debug.trace_every_block": _ignore(False, "equal blocks are traced once, with the same graph"),
     "memory_estimation.enable": _refuse(False, "not built yet; try comm.mode = fake_backend for a dry run"),
     "memory_estimation.disable_fake_mode": _ignore(False, _ESTIMATE),
     "fault_tolerance.enable": _refuse(False, "not built; restart the job, it resumes from the newest checkpoint"),

@@ -49,9 +49,6 @@ class DataLoader:
         seed: int,
         repeat: bool,
         num_workers: int = 0,
-        persistent_workers: bool = False,
-        pin_memory: bool = False,
-        prefetch_factor: int | None = None,
         multiple: int | None = None,
     ) -> None:
         self._mixture = corpus if isinstance(corpus, Mixture) else Mixture({"": corpus}, [1.0])
@@ -69,9 +66,8 @@ class DataLoader:
                 batch_size=None,
                 generator=torch.Generator(),  # its own: an iterator draws from it, also that of a resumed run
                 num_workers=num_workers,
-                persistent_workers=persistent_workers and num_workers > 0,
-                pin_memory=pin_memory and torch.cuda.is_available(),
-                prefetch_factor=prefetch_factor if num_workers else None,
+                persistent_workers=num_workers > 0,
+                pin_memory=torch.cuda.is_available(),
             )
         self._iterator: Iterator[tuple[Batch, list[Cursor]] | UserError] | None = None
         self._ahead: deque[tuple[Batch, list[Cursor]]] = deque()

@@ -105,12 +105,12 @@ class Metrics:
             self._json = dump_folder / name
             begin(self._json, start_step)
             if options.enable_tensorboard:
-                folder = dump_folder / options.save_tb_folder
+                folder = dump_folder / "tb"
                 texts = {"config": verbatim(dump_toml(config)), "model": model_table}
                 if scope_table:
                     texts["scopes"] = verbatim(scope_table)
                 folder = folder if rank == 0 else folder / f"rank_{rank}"
-                with refuse_unwritable(f"metrics.save_tb_folder = {options.save_tb_folder!r}: {folder}", folder):
+                with refuse_unwritable(f"metrics.enable_tensorboard = true: {folder}", folder):
                     self._tensorboard = TensorBoard(folder, start_step, texts, layout=rank == 0)
                 self._dashboards.append(self._tensorboard)
             if options.enable_wandb and rank == 0:

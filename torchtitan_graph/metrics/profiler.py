@@ -53,8 +53,8 @@ def _write(what: str, path: Path, write: Callable[[Path], None]) -> None:
 def maybe_profile(config: job.Profiling, dump_folder: Path, rank: int, start_step: int = 0) -> Iterator[Profiler]:
     """Trace steps and save memory snapshots, as [profiling] sets."""
     with (
-        _maybe_trace(config, dump_folder / config.save_traces_folder, rank, start_step) as trace,
-        _maybe_snapshot(config, dump_folder / config.save_memory_snapshot_folder, rank, start_step) as snapshot,
+        _maybe_trace(config, dump_folder / "profile_traces", rank, start_step) as trace,
+        _maybe_snapshot(config, dump_folder / "memory_snapshot", rank, start_step) as snapshot,
     ):
 
         def step() -> None:
@@ -95,19 +95,20 @@ def _maybe_snapshot(config: job.Profiling, folder: Path, rank: int, start_step: 
 
 @contextmanager
 def _maybe_trace(config: job.Profiling, traces: Path, rank: int, start_step: int) -> Iterator[Profiler]:
-    """Trace the last `profiler_active` of every `profile_freq` steps, if `profiling.enable_profiling` is set.
+    """Trace the last of every `profile_freq` steps, if `profiling.enable_profiling` is set.
 
-    The trace of a cycle that ends with step N, counted from the run's beginning, is `TRACES/step-N/rankR.json.gz`; its
-    last `profiler_active` steps are recorded, after `profiler_warmup` steps that are traced and thrown away.
+    The trace of step N, counted from the run's beginning, is `TRACES/step-N/rankR.json.gz`. Up to 3 steps before it are
+    traced too and thrown away, to warm the profiler up.
     """
     if not config.enable_profiling:
         yield Profiler(lambda: None)
         return
-    idle, done = config.profile_freq - config.profiler_warmup - config.profiler_active, 0
+    unrecorded, done = config.profile_freq - 1, 0
+    warmup = min(3, unrecorded)
 
     def write(profiler: profile) -> None:
         nonlocal done
-        begun = (profiler.step_num - 1) // config.profile_freq * config.profile_freq + idle + config.profiler_warmup
+        begun = (profiler.step_num - 1) // config.profile_freq * config.profile_freq + unrecorded
         if profiler.step_num == max(begun, done):
             return  # the run ends before the cycle's first recorded step: an empty trace
         done = profiler.step_num
@@ -115,7 +116,7 @@ def _maybe_trace(config: job.Profiling, traces: Path, rank: int, start_step: int
         _write("profile", path, lambda path: profiler.export_chrome_trace(str(path)))
 
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
-    cycle = schedule(wait=idle, warmup=config.profiler_warmup, active=config.profiler_active)
+    cycle = schedule(wait=unrecorded - warmup, warmup=warmup, active=1)
     with profile(activities=activities, schedule=cycle, on_trace_ready=write, record_shapes=True) as profiler:
 
         def step() -> None:

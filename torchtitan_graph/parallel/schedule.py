@@ -140,7 +140,7 @@ def plan_pipeline(options: job.Parallelism, modules: Sequence[str], num_microbat
             )
         return Schedule(_divide(options, modules, num_stages), tuple(map(tuple, actions)), tuple(rank_of))
     name = options.pipeline_parallel_schedule
-    num_stages = _count_stages(options, modules)
+    num_stages = _count_stages(options)
     stages = _divide(options, modules, num_stages)
     if name == "DualPipeV" and num_microbatches < num_stages:
         raise UserError(
@@ -187,24 +187,19 @@ def _one_forward_one_backward(stage: int, num_ahead: int, num_microbatches: int)
 # --- stages ---------------------------------------------------------------------------------------------------------
 
 
-def _count_stages(options: job.Parallelism, modules: Sequence[str]) -> int:
+def _count_stages(options: job.Parallelism) -> int:
     """Return the number of stages on all ranks."""
     num_ranks, name = options.pipeline_parallel_degree, options.pipeline_parallel_schedule
-    kind, per_stage = SCHEDULES[name], options.pipeline_parallel_layers_per_stage
-    how = f"parallelism.pipeline_parallel_degree {num_ranks}"
-    if options.module_fqns_per_model_part:
-        num_stages, what = len(options.module_fqns_per_model_part), "parallelism.module_fqns_per_model_part"
-        what = f"{what}: {num_stages} parts"
-    elif per_stage is not None:
-        weight = _num_layers(modules) + _weight_of_ends(options)
-        num_stages = -(-weight // per_stage)
-        what = f"parallelism.pipeline_parallel_layers_per_stage = {per_stage}: {num_stages} stages"
-    else:
+    kind, num_stages = SCHEDULES[name], len(options.module_fqns_per_model_part)
+    if not num_stages:
         return num_ranks * (1 if kind == ONE else 2)
     per_rank, rest = divmod(num_stages, num_ranks)
     wanted = {ONE: per_rank == 1, V: per_rank == 2, LOOPED: per_rank > 1}
     if rest or not wanted[kind]:
-        raise UserError(f"{what} on {how}: {name} needs {kind} on each rank")
+        raise UserError(
+            f"parallelism.module_fqns_per_model_part: {num_stages} parts on parallelism.pipeline_parallel_degree"
+            f" {num_ranks}: {name} needs {kind} on each rank"
+        )
     return num_stages
 
 

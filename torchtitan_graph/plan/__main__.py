@@ -16,11 +16,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torchtitan_graph.blueprint import Blueprint
-from torchtitan_graph.command import run_command
+from torchtitan_graph.command import command, run_command
 from torchtitan_graph.config import read_beside
 from torchtitan_graph.device import host_peak_memory_gib
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.log import init_logging, logger
+from torchtitan_graph.log import logger
 from torchtitan_graph.plan import find, outlook
 from torchtitan_graph.plan.on_cpu import ThisCpu
 from torchtitan_graph.plan.ranks import CPU, build, configuration
@@ -58,43 +58,39 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@command
+def main(argv: Sequence[str]) -> int:
     """Print the forecast of the arguments. Return the exit code: 0 done, 2 something to change."""
     options, of_training = read_beside(parser(), argv)
-    init_logging()
     begin = time.perf_counter()
-    try:
-        rates = find_rates(options.device)
-        if options.out is not None and options.search is None:
-            raise UserError(f"--out {options.out}: is where --search writes the best; add --search, or leave it out")
-        for name in ("json", "out"):
-            if (path := getattr(options, name)) is not None:
-                check_result(f"--{name}", path)
-        varied = None if options.search is None else find.check_varied(options.search)
-        config = configuration(of_training, options.world)
-        outlook.check_arguments(options, config)
-        if options.expert_load is not None:
-            outlook.check_loads(options.expert_load, Blueprint(config, options.world).model)
-        cpu = ThisCpu(options.world) if rates.name == CPU else None
-        rates = rates if cpu is None else cpu.rates(rates)
-        if varied is not None:
-            of, found = find.search(config, options.world, rates, cpu, varied)
-            print("\n".join(find.lines(of, found)))
-            best = find.best_toml(of, found.best)
-            print(best) if options.out is None else write_result("--out", options.out, best)
-            config = of.configured(found.best.settings)
-        job = build(config, options.world, rates)
-        if cpu is not None:
-            cpu.learn(job, progress)
-        prices = by_rates(job, rates) if cpu is None else cpu.prices(rates)
-        plan = simulate(job, prices, rates)
-        ahead = outlook.look_ahead(options, plan, prices)
-        print("\n".join([*lines(plan), *ahead.lines()]))
-        if options.json is not None:
-            write_result("--json", options.json, json.dumps({**as_data(plan), **ahead.data()}, indent=1) + "\n")
-    except UserError as error:
-        logger.error(str(error))
-        return 2
+    rates = find_rates(options.device)
+    if options.out is not None and options.search is None:
+        raise UserError(f"--out {options.out}: is where --search writes the best; add --search, or leave it out")
+    for name in ("json", "out"):
+        if (path := getattr(options, name)) is not None:
+            check_result(f"--{name}", path)
+    varied = None if options.search is None else find.check_varied(options.search)
+    config = configuration(of_training, options.world)
+    outlook.check_arguments(options, config)
+    if options.expert_load is not None:
+        outlook.check_loads(options.expert_load, Blueprint(config, options.world).model)
+    cpu = ThisCpu(options.world) if rates.name == CPU else None
+    rates = rates if cpu is None else cpu.rates(rates)
+    if varied is not None:
+        of, found = find.search(config, options.world, rates, cpu, varied)
+        print("\n".join(find.lines(of, found)))
+        best = find.best_toml(of, found.best)
+        print(best) if options.out is None else write_result("--out", options.out, best)
+        config = of.configured(found.best.settings)
+    job = build(config, options.world, rates)
+    if cpu is not None:
+        cpu.learn(job, progress)
+    prices = by_rates(job, rates) if cpu is None else cpu.prices(rates)
+    plan = simulate(job, prices, rates)
+    ahead = outlook.look_ahead(options, plan, prices)
+    print("\n".join([*lines(plan), *ahead.lines()]))
+    if options.json is not None:
+        write_result("--json", options.json, json.dumps({**as_data(plan), **ahead.data()}, indent=1) + "\n")
     logger.info(
         f"forecast of {options.world} ranks done in {time.perf_counter() - begin:.1f} s, "
         f"peak memory of this process {host_peak_memory_gib():.2f} GiB"

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from torchtitan_graph.config import JobConfig
-from torchtitan_graph.config.job import OPTIONS
+from torchtitan_graph.config.job import OPTIONS, Problem, lines
 from torchtitan_graph.config.option import nearest
 from torchtitan_graph.config.quantize import (
     EXPERTS,
@@ -71,13 +71,13 @@ def _plan_own(config: JobConfig, model: nn.Module, target: Target) -> None:
     if not own:
         return
     what, without = f"the model's own float8 layer {next(iter(own))}", "take a model without it"
-    problems = not_together(config, what, f"or {without}")
+    problems = [*not_together(config, what, f"or {without}")]
     linears = {name: kept for name, kept in own.items() if isinstance(kept, Linear)}
     if linears:
         is_mx = any(kept.recipe.scaling == MX for kept in linears.values())
-        problems += [f"{line} ({what})" for line in tokens_problems(config, is_mx, without)]
+        problems += [Problem(key, f"{why} ({what})") for key, why in tokens_problems(config, is_mx, without)]
     if problems:
-        raise UserError("\n".join(problems))
+        raise UserError("\n".join(lines(config, problems)))
     asked = f"model.name = {config.model.name!r}: its own float8 layer"
     delayed = [name for name, kept in own.items() if kept.recipe.scaling == DELAYED]
     _check_called_once(model, delayed, f"{asked}s are of recipe {DELAYED}", "call a layer in one place")
@@ -122,11 +122,10 @@ def _plan_linears(config: JobConfig, model: nn.Module, target: Target) -> dict[s
 
 
 def _plan_mx(config: JobConfig, model: nn.Module, target: Target) -> dict[str, Recipe]:
-    name = config.quantize.linear.mx.recipe_name
-    if name != "mxfp8_emulated" and target.is_gpu:
-        raise UserError(
-            f"quantize.linear.mx.recipe_name = {name!r}: products in MX formats are emulated alone, on a GPU too; set"
-            " it to mxfp8_emulated, which is slow, or use model.converters = ['float8']"
+    if target.is_gpu:
+        logger.warning(
+            "model.converters = ['mx']: products in MX formats are emulated in fp32 on a GPU too, which is slower than"
+            " bfloat16; use model.converters = ['float8'] for speed"
         )
     names = _find_linears(model, MX, config.quantize.linear.mx.filter_fqns)
     return dict.fromkeys(names, Recipe(MX, E4M3, emulate=True))

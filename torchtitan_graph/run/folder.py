@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
+from torchtitan_graph.checkpoint.folder import CHECKPOINTS, CONFIG
 from torchtitan_graph.checkpoint.remote import Remote, using
 from torchtitan_graph.config import JobConfig, dump_toml
 from torchtitan_graph.errors import UserError
@@ -15,7 +16,7 @@ from torchtitan_graph.patience import refuse_unreadable, refuse_unwritable, wait
 from torchtitan_graph.run.drift import check_drift
 from torchtitan_graph.run.failure import give_back_reserve, reserve
 from torchtitan_graph.run.files import write_text
-from torchtitan_graph.run.hang import remove_if_empty
+from torchtitan_graph.run.hang import TRACES, remove_if_empty
 from torchtitan_graph.run.lock import Lock
 from torchtitan_graph.run.status import FAILED, HEARTBEAT_S, Status
 from torchtitan_graph.small_files import BadFile, read_small
@@ -30,7 +31,7 @@ class RunFolder:
 
     def __init__(self, config: JobConfig) -> None:
         self.path = Path(config.job.dump_folder)
-        self._traces = self.path / config.comm.save_traces_folder
+        self._traces = self.path / TRACES
         self.status: Status | None = None
         on_rank_0(lambda: wait_for_storage(lambda: self._open(config)), files_group())
 
@@ -42,8 +43,7 @@ class RunFolder:
             self._heart.start()
             try:
                 reserve(self.path)
-                if config.job.save_config_file:
-                    self._compare(config, self.path / config.job.save_config_file)
+                self._compare(config, self.path / CONFIG)
                 self.status = Status(self.path, config.training.steps)
             except BaseException:
                 self._stop_heart()
@@ -58,7 +58,7 @@ class RunFolder:
     def _compare(self, config: JobConfig, file: Path) -> None:
         """Compare the configuration with those that the run saved, in its folder and at its remote address."""
         table, compared = config.checkpoint, None
-        if file.exists() and any((self.path / table.folder).glob("step-*")):
+        if file.exists() and any((self.path / CHECKPOINTS).glob("step-*")):
             try:
                 compared = read_small(file)
             except BadFile as error:
@@ -77,13 +77,10 @@ class RunFolder:
 
         A failed start leaves the earlier run's file, which describes its checkpoints.
         """
-        if config.job.save_config_file:
-            file = self.path / config.job.save_config_file
-            on_rank_0(lambda: wait_for_storage(lambda: self._write_config(config, file)), files_group())
+        on_rank_0(lambda: wait_for_storage(lambda: self._write_config(config, self.path / CONFIG)), files_group())
 
     def _write_config(self, config: JobConfig, file: Path) -> None:
         with refuse_unwritable(f"job.dump_folder = {config.job.dump_folder!r}", self.path):
-            file.parent.mkdir(parents=True, exist_ok=True)
             write_text(file, dump_toml(config))
         table = config.checkpoint
         if table.enable and table.remote_folder and not table.load_only:

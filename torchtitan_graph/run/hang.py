@@ -10,16 +10,17 @@ from torchtitan_graph.config import job
 from torchtitan_graph.log import logger
 
 STDERR = 2
+TRACES = "comm_traces"  # folder in job.dump_folder for what is written when a step hangs
 
 
-def set_up_flight_recorder(config: job.Comm, dump_folder: Path) -> None:
-    """Set NCCL to write its last `trace_buf_size` collectives when one times out; before the process group exists."""
-    folder = (dump_folder / config.save_traces_folder).absolute()
+def set_up_flight_recorder(dump_folder: Path) -> None:
+    """Set NCCL to write its last 20,000 collectives when one times out; before the process group exists."""
+    folder = (dump_folder / TRACES).absolute()
     with suppress(OSError):  # a problem with the folder is reported when the run's own files are made there
         folder.mkdir(parents=True, exist_ok=True)
     for name, old_name, value in (
-        ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE", str(config.trace_buf_size)),
-        ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE", str(folder / config.save_traces_file_prefix)),
+        ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE", "20000"),
+        ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE", str(folder / "rank_")),
         ("TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_DUMP_ON_TIMEOUT", "1"),
     ):
         if old_name not in os.environ:  # torch still reads it, after the new one
@@ -43,7 +44,7 @@ class HangWatch:
 
     def __init__(self, config: job.Comm, dump_folder: Path, rank: int) -> None:
         self._config = config
-        self._path = dump_folder / config.save_traces_folder / f"{config.save_traces_file_prefix}{rank}_stacks.txt"
+        self._path = dump_folder / TRACES / f"rank_{rank}_stacks.txt"
         self._file = STDERR
 
     @contextmanager

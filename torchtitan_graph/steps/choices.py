@@ -14,7 +14,6 @@ from torch import nn
 
 from torchtitan_graph.compiler import Extra, Pass, PassPlan, passes, update_passes
 from torchtitan_graph.config import job
-from torchtitan_graph.config.graph import chosen_codegen
 from torchtitan_graph.config.option import nearest
 from torchtitan_graph.config.own import find_own
 from torchtitan_graph.errors import UserError
@@ -22,7 +21,6 @@ from torchtitan_graph.graph.blocks import block_of
 from torchtitan_graph.models.layers.feed_forward import SwiGLU
 from torchtitan_graph.models.layers.rope import Rotation
 from torchtitan_graph.passes.compile_regions import FLEX, LOSS, WHOLE, Regions, region_of
-from torchtitan_graph.torch_private.inductor import inductor_options
 
 
 def check_disabled(names: Sequence[str]) -> None:
@@ -94,38 +92,24 @@ def needed_regions(device: torch.device) -> dict[str, dict[str, Any]]:
 
 
 def plan_regions(options: job.Compile, model: nn.Module, device: torch.device) -> Regions:
-    """Return the regions for `compile_regions`, with Inductor's options.
+    """Return the regions for `compile_regions`.
 
     Raises:
-        UserError: a pattern that no module's name matches, a fusion that the model has no use for, options of something
-            that is not compiled, or options that Inductor does not have.
+        UserError: a pattern that no module's name matches, or a fusion that the model has no use for.
     """
-    codegen = chosen_codegen(options)
-    chosen = options.components if codegen != "off" else []
-    is_whole = codegen == "whole"
-    patterns = options.regions if "model" in chosen and not is_whole else []
+    patterns = options.regions if options.codegen == "blocks" else []
     for pattern in patterns:
         if not any(region_of(name, [pattern]) for name, _ in model.named_modules()):
             raise UserError(
                 f"compile.regions = {pattern!r}: matches no module; legal are names such as "
                 f"{', '.join(name for name, _ in itertools.islice(model.named_modules(), 1, 6))}, * for any one part"
             )
-    fused = {name: _modules_of(name, model) for name in options.fusions}
-    regions: dict[str, dict[str, Any]] = {pattern: {} for pattern in itertools.chain(patterns, *fused.values())}
-    regions |= {WHOLE: {}} if is_whole else {LOSS: {}} if LOSS in chosen else {}
-    regions |= {FLEX: {}} if FLEX in chosen else {}
+    fused = [_modules_of(name, model) for name in options.fusions]
+    regions: dict[str, dict[str, Any]] = {pattern: {} for pattern in itertools.chain(patterns, *fused)}
+    regions |= {"off": {}, "blocks": {LOSS: {}}, "whole": {WHOLE: {}}}[options.codegen]
     regions |= needed_regions(device)
     blocks = getattr(model, "blocks", {}) if options.dedupe_layers else {}
     alike = dict.fromkeys(re.sub(r"\b\d+\b", "*", name) for name in blocks)
-    for pattern, *settings in options.region_options:
-        known = {name: [name] for name in regions} | fused
-        if pattern not in known:
-            raise UserError(
-                f"compile.region_options = {pattern!r}: is not compiled; compiled are "
-                f"{', '.join(known) or 'none, while compile.codegen is off'}"
-            )
-        for region in known[pattern]:
-            regions[region] |= inductor_options(settings)
     return regions | dict.fromkeys(alike)
 
 

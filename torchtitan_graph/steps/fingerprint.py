@@ -39,7 +39,6 @@ _NO_MATTER = (
     "training.repeat",
     "training.max_norm",
     "training.steps",
-    "training.gc_freq",
     "training.dataloader.",
     "validation.dataset",
     "validation.dataset_path",
@@ -53,10 +52,7 @@ _NO_MATTER = (
     "compile.precompiled",
     # Code is generated, and the optimizer's step traced, when the run starts.
     "compile.codegen",
-    "compile.enable",
-    "compile.components",
     "compile.regions",
-    "compile.region_options",
     "compile.fusions",
     "compile.dedupe_layers",
     "compile.optimizer_in_graph",

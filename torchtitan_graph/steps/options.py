@@ -157,7 +157,6 @@ def step_options(config: JobConfig, model: Decoder, num_microbatches: int, targe
         precision=Precision(
             storage=getattr(torch, training.dtype),
             compute=getattr(torch, training.mixed_precision_param),
-            reduce=getattr(torch, training.mixed_precision_reduce),
         ),
         recompute=_recompute(checkpoint, model),
         budget_gib=checkpoint.memory_budget_gib if checkpoint.mode == "memory_budget" else None,
@@ -175,7 +174,6 @@ def step_options(config: JobConfig, model: Decoder, num_microbatches: int, targe
         disabled=config.compile.disable_passes,
         extra=plan_extra(config.compile),
         verify=config.debug.verify_passes,
-        trace_every_block=config.debug.trace_every_block,
         dump_to=graphs if config.debug.dump_graphs else None,
         seed=config.debug.seed or 0,
         mtp_weight=training.mtp_loss_weight,

@@ -1,17 +1,13 @@
 """Compile a graph by Inductor."""
 
 import contextlib
-import difflib
-import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch._guards import TracingContext, tracing
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-
-from torchtitan_graph.errors import UserError
 
 
 def compile_by_inductor(
@@ -57,28 +53,3 @@ def _same_bits_each_run() -> Iterator[None]:
         yield
     finally:
         torch.use_deterministic_algorithms(was, warn_only=only_warns)
-
-
-def inductor_options(settings: Iterable[str]) -> dict[str, Any]:
-    """Return the options of `torch._inductor.config` in settings `name=value`.
-
-    Raises:
-        UserError: a name that is no option of Inductor, or a value of another type than the option's.
-    """
-    import torch._inductor.config
-
-    known, options = torch._inductor.config.get_config_copy(), {}
-    for setting in settings:
-        name, _, text = setting.partition("=")
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else "; they are in torch._inductor.config"
-            raise UserError(f"compile.region_options = {setting!r}: is no option of Inductor{hint}")
-        try:
-            options[name] = json.loads(text)
-        except json.JSONDecodeError:
-            options[name] = text
-        if known[name] is not None and type(options[name]) is not type(known[name]):
-            kind = type(known[name]).__name__
-            raise UserError(f"compile.region_options = {setting!r}: must be a {kind}, such as {known[name]!r}")
-    return options

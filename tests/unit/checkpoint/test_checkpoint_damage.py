@@ -154,7 +154,7 @@ def test_when_all_are_damaged_nothing_begins_anew_in_their_place(run: Path) -> N
     with pytest.raises(UserError) as caught:
         load(run)
     message = str(caught.value)
-    assert "checkpoint.folder = 'checkpoint'" in message and "another job.dump_folder" in message
+    assert "job.dump_folder: " in message and "another job.dump_folder" in message
     for line in (f"step-1: its file {DATA} is damaged", f"step-2: its file {DATA} is missing", "step-3: its file"):
         assert line in message
     assert digests(run) == before
@@ -270,16 +270,16 @@ def test_a_full_disk_leaves_what_was_there_and_room_lets_it_go_on(mode: str, sma
 def test_a_folder_that_can_not_be_written_to_is_refused_at_the_start(small_disk: Path) -> None:
     fill(checkpointer_of(small_disk / "run"), 1.0).save(1, {"step": 1})
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
-    with pytest.raises(UserError, match=r"checkpoint.folder = 'checkpoint': .*run can't be written to"):
+    with pytest.raises(UserError, match=r"job.dump_folder: .*run can't be written to"):
         load(small_disk / "run")
     assert load(small_disk / "run", load_only=True) == 1
-    with pytest.raises(UserError, match=r"checkpoint.folder = 'checkpoint': .*Read-only file system"):
+    with pytest.raises(UserError, match=r"job.dump_folder: .*Read-only file system"):
         load(small_disk / "new")
 
 
 def test_a_file_in_the_place_of_the_folder_is_told(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("")
-    with pytest.raises(UserError, match=r"checkpoint.folder = 'checkpoint': .*run is there, and is no folder: move it"):
+    with pytest.raises(UserError, match=r"job.dump_folder: .*run is there, and is no folder: move it"):
         load(tmp_path / "run")
 
 

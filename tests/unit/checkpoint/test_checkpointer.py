@@ -113,11 +113,6 @@ def test_saved_at_the_interval_and_at_the_end(tmp_path: Path) -> None:
     assert saved(tmp_path) == ["step-2", "step-4", "step-5"]
 
 
-def test_the_first_step_is_saved_on_request(tmp_path: Path) -> None:
-    Run(tmp_path, interval=3, enable_first_step_checkpoint=True).train(3)
-    assert saved(tmp_path) == ["step-1", "step-3"]
-
-
 @pytest.mark.parametrize("options", [{"enable": False}, {"load_only": True}])
 def test_nothing_is_written_when_checkpoints_are_off_or_only_loaded(tmp_path: Path, options: dict[str, bool]) -> None:
     Run(tmp_path, **options).train(4)

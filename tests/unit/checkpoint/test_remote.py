@@ -173,15 +173,6 @@ def test_a_run_whose_only_checkpoint_there_is_of_the_model_does_not_begin_anew(t
         load(tmp_path / "b", num_steps=3)
 
 
-def test_a_seed_is_copied_and_begun_with_once(tmp_path: Path) -> None:
-    seeding = {"create_seed_checkpoint": True}
-    assert load(tmp_path / "a", **seeding) is None
-    save(tmp_path / "a", 0, **seeding)
-    with pytest.raises(UserError, match=r"create_seed_checkpoint = true: memory://bucket/run holds checkpoints"):
-        load(tmp_path / "b", **seeding)
-    assert load(tmp_path / "b") == 0
-
-
 # initial_load_path
 
 

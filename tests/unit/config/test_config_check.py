@@ -62,12 +62,6 @@ def test_experts_reuse_ranks_of_the_other_axes() -> None:
     ]
 
 
-def test_a_warning_of_kernels_has_no_effect_where_none_are_chosen() -> None:
-    (notice,) = check(load(["--debug.deterministic_warn_only"]), 1)
-    assert "debug.deterministic_warn_only = True: there is nothing to warn of while" in notice
-    assert check(load(["--debug.deterministic_warn_only", "--debug.deterministic"]), 1) == []
-
-
 def test_ranks_of_an_expert_have_no_effect_where_experts_are_split_as_all_else() -> None:
     arguments = "--parallelism.tensor_parallel_degree 2 --parallelism.expert_tensor_parallel_degree 2"
     (notice,) = check(load(arguments.split()), 2)
@@ -121,40 +115,19 @@ def test_a_row_is_cut_over_context_and_tensor_parallel(arguments: str, needed: s
     assert check(load(f"--training.seq_len 16 {degrees}".split()), 8) == []
 
 
-def test_a_trace_must_fit_between_two_traces() -> None:
-    arguments = "--profiling.profile_freq 3 --profiling.profiler_active 2 --profiling.profiler_warmup 2"
-    assert check(load(arguments.split()), 1) == []
-    assert "profiler_active 2 + profiler_warmup 2" in problems(arguments + " --profiling.enable_profiling", 1)[0]
-
-
-def test_workers_options_need_workers() -> None:
-    assert len(problems("--training.dataloader.persistent_workers --validation.dataloader.prefetch_factor 2", 1)) == 2
-    assert check(load(["--training.dataloader.persistent_workers", "--training.dataloader.num_workers", "1"]), 1) == []
-
-
 def test_a_dry_run_has_no_numbers_to_verify_passes_on() -> None:
     assert "nothing" in problems("--debug.verify_passes --comm.mode fake_backend", 4)[0]
     assert check(load(["--debug.verify_passes"]), 4) == []
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        "debug.verify_passes",
-        "debug.dump_graphs",
-        "debug.trace_every_block",
-        "debug.stack_traces",
-        "compile.mode",
-    ],
-)
+@pytest.mark.parametrize("other", ["debug.verify_passes", "debug.dump_graphs", "debug.stack_traces"])
 def test_what_looks_at_tracing_is_refused_where_graphs_are_read(other: str) -> None:
-    value = " eager" if other == "compile.mode" else ""
-    (problem,) = problems(f"--compile.precompiled graphs --{other}{value}", 1)
+    (problem,) = problems(f"--compile.precompiled graphs --{other}", 1)
     assert other in problem and "leave one of them out" in problem
     assert check(load(["--compile.precompiled", "graphs"]), 1) == []
 
 
-@pytest.mark.parametrize("other", ["compile.mode eager", "compile.precompiled graphs", "compile.record_call_hierarchy"])
+@pytest.mark.parametrize("other", ["compile.precompiled graphs", "compile.record_call_hierarchy"])
 def test_dynamo_is_refused_where_its_guards_are_not_checked(other: str) -> None:
     found = problems(f"--compile.capture dynamo --{other}", 2)
     assert any(f"{other.split()[0]} = " in each and "not with compile.capture = dynamo" in each for each in found)
@@ -184,7 +157,6 @@ def test_all_problems_are_reported_together() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ("--compile.mode eager", "compile.mode = 'eager': not with compile.optimizer_in_graph: the step is no graph"),
         ("--optimizer.name torch.optim.RAdam", "optimizer.name = 'torch.optim.RAdam': not with compile.optimizer_in"),
         ("--optimizer.implementation foreach --compile.cuda_graphs", "cuda_graphs = True: not with compile.optimizer"),
         ("--metrics.histogram_freq 2 --metrics.enable_tensorboard", "metrics.histogram_freq = 2"),
@@ -205,7 +177,6 @@ def test_what_an_optimizer_in_the_graph_does_not_go_with_is_named(arguments: str
         ("--compile.precompiled graphs", "compile.precompiled = 'graphs': not with training.dynamic_seq_len"),
         ("--compile.cuda_graphs", "compile.cuda_graphs = True: not with training.dynamic_seq_len: a recording"),
         ("--compile.codegen blocks", "compile.codegen = 'blocks': not with training.dynamic_seq_len"),
-        ("--compile.enable", "compile.enable = True: not with training.dynamic_seq_len: code is made"),
         ("--compile.dedupe_layers", "compile.dedupe_layers = True: not with training.dynamic_seq_len"),
         (
             "--compile.mode eager --parallelism.tensor_parallel_degree 32",
@@ -226,7 +197,6 @@ def test_what_rows_of_several_lengths_do_not_go_with_is_named(arguments: str, wo
     ("arguments", "words"),
     [
         ("--parallelism.tensor_parallel_degree 1", "tensor_parallel_degree = 1: not with parallelism.enable_async"),
-        ("--compile.mode eager", "compile.mode = 'eager': not with parallelism.enable_async"),
         ("--compile.disable_passes overlap_products", "disable_passes = ['overlap_products']: not with parallelism"),
     ],
 )
@@ -238,7 +208,6 @@ def test_what_async_tensor_parallelism_does_not_go_with_is_named(arguments: str,
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ("--compile.mode eager", "compile.mode = 'eager': compile.cuda_graphs records a graph; use graph"),
         ("--parallelism.pipeline_parallel_degree 2", "pipeline_parallel_degree = 2: not with compile.cuda_graphs"),
         ("--activation_checkpoint.offload layers.*", "offload = ['layers.*']: not with compile.cuda_graphs"),
         ("--training.enable_cpu_offload", "training.enable_cpu_offload = True: not with compile.cuda_graphs"),
@@ -256,7 +225,6 @@ def test_what_cuda_graphs_do_not_go_with_is_named(arguments: str, words: str) ->
             "--activation_checkpoint.memory_budget_gib 4 --activation_checkpoint.memory_budget 0.25",
             "memory_budget_gib = 4.0: takes the place of memory_budget = 0.25; leave one of them out",
         ),
-        ("--compile.mode eager", "activation_checkpoint.mode = 'memory_budget': is met in the graph alone"),
         (
             "--activation_checkpoint.memory_budget_gib 4 --optimizer.name torch.optim.SGD",
             "memory_budget_gib = 4.0: what optimizer.name = 'torch.optim.SGD' keeps is not known before",
@@ -275,28 +243,38 @@ def test_a_budget_is_a_part(fraction: str) -> None:
         load(["--activation_checkpoint.memory_budget", fraction])
 
 
-def test_only_known_components_and_whole_options_are_compiled() -> None:
-    assert (
-        "optimizer can't be compiled; legal are model, loss, flex" in problems("--compile.components optimizer", 1)[0]
-    )
-    assert "name=value" in problems("--compile.region_options loss,max_autotune", 1)[0]
-    assert "contradicts compile.codegen = off" in problems("--compile.enable --compile.codegen off", 1)[0]
-    for part in ("--compile.regions output", "--compile.components loss", "--compile.fusions rope"):
+def test_what_is_compiled_is_said_once() -> None:
+    for part in ("--compile.regions output", "--compile.fusions rope"):
         assert "codegen = whole compiles all" in problems(f"--compile.codegen whole {part}", 1)[0]
-    assert check(load(["--compile.enable", "--compile.codegen", "whole"]), 1) == []
-    assert "fusions are parts of a graph" in problems("--compile.fusions rope --compile.mode eager", 1)[0]
-    for other in ("--compile.codegen blocks", "--compile.enable", "--compile.fusions rope", "--compile.mode eager"):
-        found = problems(f"--compile.dedupe_layers {other}", 1)
-        assert any("compile.dedupe_layers = True: blocks are calls already" in line for line in found), found
-    assert "set training.loss_implementation = fused" in problems("--compile.fusions cross_entropy", 1)[0]
+    for other in ("--compile.codegen blocks", "--compile.fusions rope"):
+        (problem,) = problems(f"--compile.dedupe_layers {other}", 1)
+        assert "compile.dedupe_layers = True: blocks are calls already" in problem
     fused = "--model.elementwise fused --compile.fusions"  # a run's config.toml says the first where auto took it
     assert check(load(f"{fused} rope".split()), 1) == check(load(f"{fused} swiglu".split()), 1) == []
     assert "so none is left" in problems(f"{fused} rope,swiglu", 1)[0]
-    for key, words in (("offload", "moves activations"), ("save", "keeps"), ("recompute", "computes results again")):
-        eager = problems(f"--compile.mode eager --activation_checkpoint.{key} layers.*", 1)[0]
-        assert f"activation_checkpoint.{key} = ['layers.*']: only a graph {words}" in eager
-    flex = ["--compile.codegen=blocks", "--compile.components=flex", "--compile.region_options=flex,max_autotune=true"]
-    assert check(load(flex), 1) == []
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "activation_checkpoint.mode memory_budget",
+        "activation_checkpoint.offload layers.*",
+        "activation_checkpoint.save layers.*",
+        "activation_checkpoint.recompute layers.*",
+        "compile.capture dynamo",
+        "compile.cuda_graphs",
+        "compile.dedupe_layers",
+        "compile.fusions rope",
+        "compile.optimizer_in_graph",
+        "compile.precompiled graphs",
+        "parallelism.enable_async_tensor_parallel --parallelism.tensor_parallel_degree 2",
+        "parallelism.pipeline_parallel_degree 2",
+    ],
+)
+def test_what_needs_a_graph_is_refused_in_eager_mode(words: str) -> None:
+    check(load(f"--{words}".split()), 2)
+    (problem,) = problems(f"--compile.mode eager --{words}", 2)
+    assert f"{words.split()[0]} = " in problem and "only a graph" in problem and "use compile.mode = graph" in problem
 
 
 @pytest.mark.parametrize(
@@ -308,18 +286,16 @@ def test_only_known_components_and_whole_options_are_compiled() -> None:
         ("--debug.dump_graphs --compile.mode eager", "compile.mode = eager has no graph, and runs no passes"),
         ("--compile.disable_passes fill_waits --compile.mode eager", "compile.mode = eager has no graph"),
         ("--compile.regions layers.*.attention", "has no effect while compile.codegen is off"),
-        ("--compile.components loss --compile.codegen off", "has no effect while compile.codegen is off"),
-        ("--activation_checkpoint.memory_budget 0.3", "nothing is budgeted while mode is not memory_budget"),
+        ("--activation_checkpoint.memory_budget 0.3", "nothing is budgeted while activation_checkpoint.mode is not"),
         ("--compile.disable_passes rematerialize", "without rematerialize activation_checkpoint.mode = selective has"),
         ("--activation_checkpoint.offload layers.* --compile.disable_passes tag_offload", "offload has no effect"),
-        ("--compile.enable --compile.mode eager", "compile.enable = True: compile.mode = eager compiles flex"),
         ("--compile.codegen whole --compile.mode eager", "compile.codegen = 'whole': compile.mode = eager compiles"),
         ("--comm.fake_rank 1", "only a dry run"),
         (
             "--activation_checkpoint.visualize_memory_budget_pareto",
-            "True: nothing is budgeted while mode is not memory",
+            "True: nothing is budgeted while activation",
         ),
-        ("--activation_checkpoint.memory_budget_gib 4", "memory_budget_gib = 4.0: nothing is budgeted while mode"),
+        ("--activation_checkpoint.memory_budget_gib 4", "memory_budget_gib = 4.0: nothing is budgeted while"),
         ("--comm.fake_device A100", "only a dry run"),
         ("--metrics.histogram_freq 5", "no histograms while metrics.enable_tensorboard is false"),
         ("--parallelism.pipeline_parallel_schedule GPipe", "'GPipe': there are no stages while parallelism.pipeline_"),
@@ -331,18 +307,16 @@ def test_what_has_no_effect_is_said(arguments: str, notice: str) -> None:
     assert len(notices) == 1 and notice in notices[0]
 
 
-@pytest.mark.parametrize("instead", ["module_fqns_per_model_part a;b", "pipeline_parallel_schedule_csv mine.csv"])
-def test_what_divides_no_stages_is_said(instead: str) -> None:
-    options = f"--parallelism.pipeline_parallel_degree 2 --parallelism.{instead}".split()
-    assert check(load(options), 2) == []
-    notices = check(load([*options, "--parallelism.pipeline_parallel_layers_per_stage", "3"]), 2)
-    assert len(notices) == 1 and "pipeline_parallel_layers_per_stage = 3: " in notices[0]
+def test_what_divides_no_stages_is_said() -> None:
+    words = ["--parallelism.pipeline_parallel_degree", "2", "--parallelism.module_fqns_per_model_part", "a;b"]
+    assert check(load(words), 2) == []
+    (notice,) = check(load([*words, "--parallelism.pipeline_parallel_first_stage_less_layers", "3"]), 2)
+    assert "pipeline_parallel_first_stage_less_layers = 3: parallelism.module_fqns_per_model_part says" in notice
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--checkpoint.folder s3://bucket/run", "name the address in checkpoint.remote_folder"),
         ("--checkpoint.remote_folder s4://bucket/run", "remote_folder = 's4://bucket/run': unknown protocol 's4'; kno"),
         ("--checkpoint.remote_folder absent://bucket/run", "is not installed; pip install it (Install nothing_there)"),
         ("--checkpoint.remote_folder /data/run", "a plain folder is file:///path/of/the/folder"),
@@ -362,8 +336,6 @@ def test_what_divides_no_stages_is_said(instead: str) -> None:
         ),
         ("--checkpoint.exclude_from_loading optimizer", "is about checkpoint.load_step, or checkpoint.initial_load"),
         ("--checkpoint.exclude_from_loading optimizer --checkpoint.initial_load_path a", "initial_load_model_only ="),
-        ("--checkpoint.create_seed_checkpoint", "needs one process (here 2), checkpoint.enable = true"),
-        ("--checkpoint.create_seed_checkpoint --checkpoint.enable", "needs one process (here 2)"),
     ],
 )
 def test_checkpoints(arguments: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -380,7 +352,6 @@ def test_legal_checkpoints() -> None:
         "--checkpoint.initial_load_path ckpt",  # nothing has to be saved for that
         "--checkpoint.enable --checkpoint.exclude_from_loading train_state --checkpoint.initial_load_path /data/step-1"
         " --checkpoint.no-initial_load_model_only",
-        "--checkpoint.enable --checkpoint.create_seed_checkpoint --checkpoint.folder a/b",
         "--checkpoint.enable --checkpoint.remote_folder memory://a --checkpoint.initial_load_path file:///a/step-1/",
     ):
         assert check(load(arguments.split()), 1) == []

@@ -15,13 +15,6 @@ from torchtitan_graph.config.option import Option, options
 from torchtitan_graph.config.support import FLAVOR_SUFFIXES
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1)
-PATHS = st.text('ab .é\n"\\', min_size=1).filter(lambda name: name not in (".", ".."))
-
-
-def text(option: Option) -> st.SearchStrategy:
-    if option.choices or option.pattern:
-        return st.sampled_from(option.choices or ("2", "op"))
-    return PATHS if option.place else TEXT
 
 
 def values(option: Option) -> st.SearchStrategy:
@@ -32,8 +25,6 @@ def values(option: Option) -> st.SearchStrategy:
         float: st.floats(low, option.maximum or option.below or 1e300, exclude_max=option.below is not None),
         str: st.sampled_from(option.choices or [x for x in ("2", "op", "a.b") if re.fullmatch(option.pattern, x)])
         if option.choices or option.pattern
-        else PATHS
-        if option.place
         else TEXT,
         list[str]: st.lists(TEXT),
         list[list[str]]: st.lists(st.lists(TEXT)),

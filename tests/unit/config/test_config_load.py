@@ -7,6 +7,7 @@ import pytest
 import torchtitan_graph
 from torchtitan_graph.config import JobConfig, dump_toml, load
 from torchtitan_graph.config.job import OPTIONS
+from torchtitan_graph.config.manual import COMMON, option_help, tables
 from torchtitan_graph.config.resolve import NAMES, family_names
 from torchtitan_graph.config.support import NAMES_ELSEWHERE
 from torchtitan_graph.errors import UserError
@@ -67,7 +68,7 @@ def test_nested_tables_and_lists() -> None:
     config = load(["--training.dataloader.num_workers", "2", "--compile.disable_passes", "cleanup, rematerialize"])
     assert config.training.dataloader.num_workers == 2
     assert config.compile.disable_passes == ["cleanup", "rematerialize"]
-    assert load(["--compile.components="]).compile.components == []
+    assert load(["--compile.regions="]).compile.regions == []
 
 
 @pytest.mark.parametrize("text", ["a,b;c", "[['a', 'b'], ['c']]"])
@@ -135,7 +136,7 @@ def test_error_names_file_key_value_legal_and_nearest(tmp_path: Path, line: str,
     [
         (["--training.steps", "five"], "training.steps = 'five': must be a whole number of at least 1"),
         (["--training.steps"], "training.steps: needs a value: a whole number of at least 1"),
-        (["--training.steps", "--compile.enable"], "training.steps: needs a value: a whole number of at least 1"),
+        (["--training.steps", "--checkpoint.enable"], "training.steps: needs a value: a whole number of at least 1"),
         (
             ["--parallelism.module_fqns_per_model_part", "[[a], [b]]"],
             "parallelism.module_fqns_per_model_part = '[[a], [b]]': must be a list of lists of strings; on the command"
@@ -148,7 +149,7 @@ def test_error_names_file_key_value_legal_and_nearest(tmp_path: Path, line: str,
         ),
         (["--trainin.steps", "5"], "trainin.steps = '5': is not an option; did you mean training.steps?"),
         (["--training", "5"], "training = '5': is a table; write [training] and its keys below"),
-        (["--compile.enable", "maybe"], "compile.enable = 'maybe': must be true or false"),
+        (["--checkpoint.enable", "maybe"], "checkpoint.enable = 'maybe': must be true or false"),
         (["train.toml"], "train.toml: unexpected; a file is given as --job.config_file train.toml"),
         (
             ["--training.steps", "10", "20"],
@@ -160,13 +161,12 @@ def test_error_names_file_key_value_legal_and_nearest(tmp_path: Path, line: str,
             "comm.train_timeout_seconds = '1000000000000': must be a whole number of at least 1 and at most 1000000000",
         ),
         (["--activation_checkpoint.selective_ac_option", "9" * 10], "activation_checkpoint.selective_ac_option ="),
-        (["--job.save_config_file", "."], "job.save_config_file = '.': must be a path below dump_folder"),
         (["--steps", "10"], "steps = '10': is not an option; did you mean training.steps?"),
         (["--lr=1"], "lr = '1': is not an option; did you mean optimizer.lr?"),
         (["training.steps=10"], "training.steps=10: unexpected; did you mean --training.steps=10?"),
         (["--training-steps", "10"], "training_steps = '10': is not an option; did you mean training.steps?"),
         (["--no-checkpoint.enable"], "no_checkpoint.enable: is not an option; did you mean --checkpoint.no-enable?"),
-        (["--no-checkpoint.folder"], "no_checkpoint.folder: is not an option; did you mean checkpoint.folder?"),
+        (["--no-checkpoint.interval"], "no_checkpoint.interval: is not an option; did you mean checkpoint.interval?"),
         (["--training.steps", "9" * 5000], f"training.steps = '{'9' * 199}...: must be a whole number of at least 1"),
         (["--optimizer.options", "{a = 0x" + "f" * 5000 + "}"], "optimizer.options = '{a = 0x"),
         (["--training.batch_sise", "2"], "training.batch_sise = '2': is not an option; did you mean training.local_"),
@@ -220,8 +220,13 @@ def test_a_missing_file_is_named_with_the_nearest_one(tmp_path: Path) -> None:
     ]
 
 
-def test_a_folder_is_no_file(tmp_path: Path) -> None:
-    assert "is no regular file, but a folder" in problems(["--job.config_file", str(tmp_path)])[0]
+def test_a_folder_stands_for_the_configuration_of_the_run_in_it(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    assert "is no run's folder, for it has no config.toml" in problems(["--job.config_file", str(run)])[0]
+    (run / "config.toml").write_text("[training]\nsteps = 3")
+    assert load(["--job.config_file", str(run)]).training.steps == 3
+    assert f"no config.toml; these are runs: {run}" in problems(["--job.config_file", str(tmp_path)])[0]
 
 
 def test_a_syntax_error_is_located(tmp_path: Path) -> None:
@@ -230,7 +235,7 @@ def test_a_syntax_error_is_located(tmp_path: Path) -> None:
     assert len(found) == 1 and "is not valid TOML" in found[0] and "line 2" in found[0] and file in found[0]
 
 
-@pytest.mark.parametrize("text", ["[a{}]\nx = 1", "[training]\na{} = 1", "[compile.region_options]\na{} = 1"])
+@pytest.mark.parametrize("text", ["[a{}]\nx = 1", "[training]\na{} = 1", "[compile.regions]\na{} = 1"])
 def test_a_name_of_thousands_of_parts_is_refused(text: str, tmp_path: Path) -> None:
     (found,) = problems(["--job.config_file", write(tmp_path, text.format(".a" * 3000))])
     assert "is not valid TOML: nested more than 100 levels deep" in found
@@ -290,7 +295,7 @@ def test_a_bare_name_is_looked_up_among_the_packaged_files(tmp_path: Path, monke
         ("./outputs/{model.name}_debug", "./outputs/qwen3_debug"),
         ("{model.name}/{model.flavor}-{training.steps}", "qwen3/8B-7"),
         ("{model.attn}", "flex"),  # which the flavour's name says
-        ("{compile.enable}{optimizer.lr}{compile.components}", "false0.001model,loss"),
+        ("{checkpoint.enable}{optimizer.lr}{compile.regions}", "false0.001layers.*"),
         ("plain", "plain"),
     ],
 )
@@ -329,15 +334,17 @@ def test_a_users_own_model_keeps_its_flavour_names() -> None:
     assert (config.model.name, config.model.flavor, config.model.attn) == ("my.model", "tiny_flex", "auto")
 
 
-def test_help_explains_every_option(capsys: pytest.CaptureFixture[str]) -> None:
-    from torchtitan_graph.config.job import OPTIONS
-
+def test_help_shows_the_common_options_and_each_table_s_explains_all(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         load(["--help", "--training.steps", "3"])
     assert not caught.value.code
     text = capsys.readouterr().out
+    assert all(f"\n  --{key} (" in text for key in COMMON) and len(text.splitlines()) < 70
+    assert all(f"\n  --help {name} " in text for name in tables())
     for option in OPTIONS.values():
-        assert option.help and f"--{option.key}  ({option.legal()}; default: " in text
+        page = option_help(option.key.rpartition(".")[0])
+        assert option.help.endswith(".") and f"--{option.key}  ({option.legal()}; default: " in page
+        assert len(page.splitlines()) < 75
 
 
 def test_help_on_one_table(capsys: pytest.CaptureFixture[str]) -> None:

@@ -111,7 +111,7 @@ def test_a_resumed_run_can_be_resumed(make_loader, reference):
     assert got == reference[:12]
 
 
-@pytest.mark.parametrize("options", [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}])
+@pytest.mark.parametrize("options", [{}, {"num_workers": 2}])
 def test_one_loader_goes_back_and_forth(make_loader, reference, options):
     loader = make_loader(**options)
     start = loader.state_dict()
@@ -123,8 +123,8 @@ def test_one_loader_goes_back_and_forth(make_loader, reference, options):
     assert take([loader], 3) == reference[2:5]
 
 
-def test_persistent_workers_stay(make_loader):
-    loader = make_loader(num_workers=1, persistent_workers=True)
+def test_workers_stay(make_loader):
+    loader = make_loader(num_workers=1)
     start = loader.state_dict()
     next(loader)
     pids = [worker.pid for worker in loader._iterator._workers]
@@ -134,7 +134,7 @@ def test_persistent_workers_stay(make_loader):
 
 
 def test_position_counts_what_was_taken_not_what_was_prefetched(make_loader):
-    loader = make_loader(num_workers=2, prefetch_factor=4)
+    loader = make_loader(num_workers=2)
     take([loader], 1)
     assert loader.state_dict()["rows"] == GLOBAL_BATCH
     assert sum(row for row, *_ in loader.state_dict()["lanes"]) == GLOBAL_BATCH

@@ -199,7 +199,7 @@ def test_entries_of_a_job_are_mixed(tmp_path: Path):
         ('[{dataset = "stdlib"}, {dataset = "c4", weight = 1e-9}]', "", "each weight must be 0 or at least"),
         ('[{dataset = "stdlib"}, {weight = 2}]', "", "entry 2: needs dataset or dataset_path"),
         ('[{dataset_path = "a/x"}, {dataset_path = "b/x"}]', "", "several entries are called x"),
-        ('[{dataset = "stdlib"}]', "--training.dataset_path a", "training.dataset_path = 'a': is not used beside"),
+        ('[{dataset = "stdlib"}]', "--training.dataset_path a", "training.dataset_path = 'a': is not used with"),
         ('[{dataset = "stdlib"}]', "--training.no-repeat", "training.repeat = False"),
     ],
 )

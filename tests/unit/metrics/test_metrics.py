@@ -235,7 +235,7 @@ def test_what_is_no_file_of_lines_is_refused(tmp_path: Path) -> None:
 
 def test_what_can_not_be_written_is_refused_before_the_first_step(tmp_path: Path) -> None:
     (tmp_path / "tb").touch()
-    with pytest.raises(UserError, match=r"metrics.save_tb_folder = 'tb': .*tb can't be written"):
+    with pytest.raises(UserError, match=r"metrics.enable_tensorboard = true: .*tb can't be written"):
         build(tmp_path, options={"enable_tensorboard": True})
     with small_disk(tmp_path / "disk", "64k") as disk:
         run(build(disk), 1, 4)

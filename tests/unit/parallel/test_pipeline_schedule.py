@@ -99,7 +99,7 @@ def test_1f1b_holds_no_more_microbatches_than_there_are_stages_from_a_rank_on() 
         ({"num_layers": 7}, [4, 3]),
         ({"num_layers": 8, "num_ranks": 4}, [2, 3, 2, 1]),
         ({"num_layers": 8, "first_stage_less_layers": 0, "last_stage_less_layers": 2}, [5, 3]),
-        ({"num_layers": 10, "schedule": "Interleaved1F1B", "layers_per_stage": 3}, [2, 3, 3, 2]),
+        ({"num_layers": 10, "schedule": "Interleaved1F1B"}, [2, 3, 3, 2]),
         ({"num_layers": 6, "schedule": "ZBVZeroBubble"}, [1, 2, 2, 1]),
     ],
 )
@@ -123,9 +123,15 @@ def test_stages_as_named() -> None:
         ),
         ({"schedule": "DualPipeV", "num_microbatches": 3}, ["4, not 3", "global_batch_size", "ZBVZeroBubble"]),
         ({"schedule": "Interleaved1F1B", "num_microbatches": 5}, ["5 microbatches", "multiple of", "2"]),
-        ({"layers_per_stage": 2}, ["layers_per_stage = 2: 5 stages on", "degree 2: 1F1B needs one on each rank"]),
-        ({"schedule": "ZBVZeroBubble", "layers_per_stage": 1, "num_layers": 6}, ["ZBVZeroBubble needs two on each"]),
-        ({"schedule": "Interleaved1F1B", "layers_per_stage": 5}, ["2 stages", "Interleaved1F1B needs several"]),
+        ({"module_fqns_per_model_part": [["norm"]] * 5}, ["5 parts on", "degree 2: 1F1B needs one on each rank"]),
+        (
+            {"schedule": "ZBVZeroBubble", "module_fqns_per_model_part": [["norm"]] * 6},
+            ["ZBVZeroBubble needs two on each"],
+        ),
+        (
+            {"schedule": "Interleaved1F1B", "module_fqns_per_model_part": [["norm"]] * 2},
+            ["2 parts", "Interleaved1F1B needs several"],
+        ),
         ({"first_stage_less_layers": 12}, ["first_stage_less_layers 12", "use fewer stages, or lower these"]),
         ({"module_fqns_per_model_part": [["tok_embeddings"], ["layer.0"]]}, ["did you mean layers.0?"]),
         ({"module_fqns_per_model_part": [["tok_embeddings", "layers.0"], ["output"]]}, ["norm is in no part"]),

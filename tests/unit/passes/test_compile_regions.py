@@ -511,23 +511,14 @@ def plan(device: str = "cpu", **options: object) -> dict:
 
 def test_nothing_is_compiled_unless_asked_for_but_flex_attention_on_a_gpu() -> None:
     assert plan() == {} and plan("cuda") == {FLEX: {}}
-    assert plan(enable=True) == {"layers.*": {}, LOSS: {}}
-    assert plan(codegen="blocks") == plan(enable=True) == {"layers.*": {}, LOSS: {}}
-    assert plan(codegen="whole") == plan(codegen="whole", enable=True) == {WHOLE: {}}
+    assert plan(codegen="blocks") == {"layers.*": {}, LOSS: {}}
+    assert plan(codegen="whole") == {WHOLE: {}}
     assert plan("cuda", codegen="whole") == {WHOLE: {}, FLEX: {}}
-    assert plan(enable=True, components=["flex"]) == {FLEX: {}}
 
 
 def test_fusions_are_compiled_beside_what_codegen_says() -> None:
     assert plan(fusions=["rms_norm"]) == {"layers.*.norm": {}}
     assert plan(fusions=["rms_norm"], codegen="blocks", regions=["output"]).keys() == {"output", "layers.*.norm", LOSS}
-    with_option = plan(fusions=["rms_norm"], region_options=[["rms_norm", "max_autotune=true"]])
-    assert with_option == {"layers.*.norm": {"max_autotune": True}}
-
-
-def test_options_of_a_region_are_inductors() -> None:
-    given = [["flex", "max_autotune=true", "triton.cudagraphs=false"]]
-    assert plan("cuda", region_options=given) == {FLEX: {"max_autotune": True, "triton.cudagraphs": False}}
 
 
 @pytest.mark.parametrize(
@@ -536,14 +527,11 @@ def test_options_of_a_region_are_inductors() -> None:
         ({"regions": ["layers.*.attention"]}, "compile.regions = 'layers.*.attention': matches no module"),
         ({"fusions": ["rmsnorm"]}, "legal are rms_norm, swiglu, rope; did you mean rms_norm?"),
         ({"fusions": ["swiglu"]}, "compile.fusions = 'swiglu': the model has no module SwiGLU"),
-        ({"region_options": [["flex", "max_autotune=true"]]}, "'flex': is not compiled; compiled are layers.*, loss"),
-        ({"region_options": [["loss", "max_autotun=true"]]}, "no option of Inductor; did you mean 'max_autotune'?"),
-        ({"region_options": [["loss", "max_autotune=1"]]}, "must be a bool"),
     ],
 )
 def test_what_can_not_be_compiled_is_refused(options: dict, message: str) -> None:
     with pytest.raises(UserError, match=message.replace("*", r"\*").replace("?", r"\?")):
-        plan(enable=True, **options)
+        plan(codegen="blocks", **options)
 
 
 def test_of_a_pipeline_nothing_is_compiled_that_runs_once_a_step(

@@ -241,7 +241,7 @@ def test_the_report_says_what_the_data_say(name: str, axes: set[str], jobs: Call
         (["--world", "3", "--device", "h100", "--parallelism.tensor_parallel_degree", "2"], "tensor_parallel_degree"),
         (["--world", "2", "--device", "h100", "--training.stepz", "2"], "did you mean"),
         (["--world", "2", "--device", "h100", "--json", "no_such_folder/x.json"], "there is no folder"),
-        (["--world", "2", "--device", "h100", "--compile.mode", "eager"], "an eager step has none"),
+        (["--world", "2", "--device", "h100", "--compile.mode", "eager"], "a dry run reads what a step needs"),
         (["--world", "1", "--device", "cpu", "--compile.cuda_graphs"], "needs a GPU, and this process computes on cpu"),
         (["--world", "2", "--device", "h100", "--json", "."], "--json .: is a folder"),
         (["--world", "2", "--device", "h100", "--search", "--out", "tests"], "--out tests: is a folder"),

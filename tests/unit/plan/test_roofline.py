@@ -205,7 +205,10 @@ def test_the_table_says_what_the_data_say(one: Roofline) -> None:
 )
 def test_what_has_no_roofline_is_refused(words: str, says: str, capfd: pytest.CaptureFixture[str]) -> None:
     script = runpy.run_path(str(REPOSITORY / "scripts" / "roofline.py"))
-    assert script["main"]([str(REPOSITORY / "train_configs" / "llama3_debug.toml"), *words.split()]) == 2
+    assert (
+        script["main"](["--job.config_file", str(REPOSITORY / "train_configs" / "llama3_debug.toml"), *words.split()])
+        == 2
+    )
     out, err = capfd.readouterr()
     assert says in out + err and not out.startswith("a step")
 

@@ -25,7 +25,7 @@ def test_what_the_graph_is_made_of_may_change_and_is_told_in_the_words_of_a_file
     with caplog.at_level("INFO", "torchtitan_graph"):
         check_drift(saved, load(["--model.name", "qwen3", *words]))
     assert caplog.messages == [
-        'changed since the run was started: compile.codegen = "blocks", was not set',
+        'changed since the run was started: compile.codegen = "blocks", was "off"',
         f"changed since the run was started: compile.extra_passes = [{MINE}], was []",
     ]
 

@@ -22,8 +22,8 @@ def unset(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_recorder_is_told_by_the_names_that_are_not_deprecated(tmp_path: Path) -> None:
-    set_up_flight_recorder(job.Comm(trace_buf_size=77), tmp_path)
-    assert os.environ["TORCH_FR_BUFFER_SIZE"] == "77"
+    set_up_flight_recorder(tmp_path)
+    assert os.environ["TORCH_FR_BUFFER_SIZE"] == "20000"
     assert os.environ["TORCH_FR_DUMP_TEMP_FILE"].startswith(str(tmp_path))
     assert not [name for name in OLD if name in os.environ]
 
@@ -31,7 +31,7 @@ def test_the_recorder_is_told_by_the_names_that_are_not_deprecated(tmp_path: Pat
 @pytest.mark.parametrize("name", [NEW[0], OLD[0]])
 def test_what_somebody_has_set_stays(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, "5")
-    set_up_flight_recorder(job.Comm(trace_buf_size=77), tmp_path)
+    set_up_flight_recorder(tmp_path)
     assert [os.environ[n] for n in (NEW[0], OLD[0]) if n in os.environ] == ["5"]
 
 
@@ -55,12 +55,12 @@ def test_ranks_with_no_step_left_do_not_take_the_folder_from_each_other(tmp_path
 
 
 def test_the_stacks_go_to_stderr_where_no_file_can_be_made(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    os.mkfifo(tmp_path / "fifo0_stacks.txt")
-    config = job.Comm(save_traces_folder="", save_traces_file_prefix="fifo")
-    with HangWatch(config, tmp_path, 0) as hang, hang.watch(first=True):
+    (tmp_path / "comm_traces").mkdir()
+    os.mkfifo(tmp_path / "comm_traces" / "rank_0_stacks.txt")
+    with HangWatch(job.Comm(), tmp_path, 0) as hang, hang.watch(first=True):
         assert "goes to stderr" in caplog.text
     with small_disk(tmp_path / "disk", "64k") as disk:
         set_read_only(disk)
-        set_up_flight_recorder(job.Comm(), disk)
+        set_up_flight_recorder(disk)
         with HangWatch(job.Comm(), disk, 0):
             assert "Read-only file system" in caplog.text

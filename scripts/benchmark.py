@@ -45,7 +45,6 @@ from torchtitan_graph.config import job
 from torchtitan_graph.data.batch import Batch
 from torchtitan_graph.device import Target
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.loss import cross_entropy, fused_cross_entropy
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.models.layers.init import initialize
 from torchtitan_graph.models.spec import load_family
@@ -125,17 +124,13 @@ def options_of(
         **plan_regions(job.Compile(fusions=fusions), model, device),
         **{pattern: {} for pattern in REGIONS.get(mode, ())},
     }
-    # As "auto", but torch's own loss where torch compiles eager.
-    is_compiled = mode.startswith("compile")
-    is_torchs = device.type != "cuda" or is_compiled
-    loss = fused_cross_entropy if not is_torchs else torch.compile(cross_entropy) if is_compiled else cross_entropy
+    is_torchs = device.type != "cuda" or mode.startswith("compile")
     return StepOptions(
         target=dataclasses.replace(Target.here(), device=device),
         rows=(args.rows, args.seq_len),
         mode="eager" if mode in EAGER else "graph",
         precision=precision,
         recompute=recompute_of(policy),
-        loss=loss,
         fused=() if is_torchs else tuple(kind for name, kind in ELEMENTWISE.items() if name not in fusions),
         regions=regions,
         disabled=args.disable,
@@ -172,7 +167,7 @@ def compile_whole(assembly: Assembly) -> Steps:
     model, layout, options = assembly.model, assembly.layout, assembly.options
     shard_eager(model, {}, layout, options.precision, options.reshard, options.target.device)
     model.forward = torch.compile(model.forward)  # type: ignore[method-assign]
-    return Steps(model, layout, assembly.loss_is_parallel, make_eager_step(model, options.loss), None)
+    return Steps(model, layout, make_eager_step(model, assembly.loss), None)
 
 
 def peak_bytes(run: Callable[[], None]) -> int:

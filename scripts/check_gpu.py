@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import json
 import multiprocessing
 import os
@@ -40,7 +39,6 @@ from torchtitan_graph.check.matrix import BF16, FP32, Cell
 from torchtitan_graph.config import load
 from torchtitan_graph.data.batch import Batch
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.loss import cross_entropy
 from torchtitan_graph.models.spec import family_names, load_family
 from torchtitan_graph.plan.ranks import build, configuration
 from torchtitan_graph.plan.simulate import by_rates, simulate
@@ -156,7 +154,6 @@ def compare_bits(family: str, flavor: str, attn: str) -> Iterator[Row]:
                 attn=attn,
                 precision=precision,
                 changes=HEADS,
-                fused_loss=True,
                 fused_layers=True,
             )
             eager = matrix.train(cell, matrix.build_eager(cell))
@@ -225,10 +222,7 @@ def training(options: Sequence[str], is_compiled: bool = False) -> Iterator[tupl
     _join()
     config = load(options)
     choose_kernels(config)
-    blueprint = Blueprint(config, 1)
-    if is_compiled:
-        blueprint.options = dataclasses.replace(blueprint.options, loss=torch.compile(cross_entropy))
-    trainer = Trainer(blueprint)
+    trainer = Trainer(Blueprint(config, 1))
     for block in trainer.model.blocks.values() if is_compiled else ():
         block.compile()
     rows, seq_len = config.training.local_batch_size, config.training.seq_len

@@ -32,7 +32,6 @@ FSDP2 = Cell(ParallelDims(dp_shard=2), BF16, changes=(("num_layers", 1),))
 CELLS = {
     "overlap_context": dataclasses.replace(FSDP2, dims=ParallelDims(cp=2)),
     "overlap_collectives": dataclasses.replace(FSDP2, changes=(("num_layers", 2),)),
-    "reuse_sharded_logits": dataclasses.replace(FSDP2, dims=ParallelDims(tp=2)),
     "overlap_products": dataclasses.replace(FSDP2, dims=ParallelDims(tp=2), async_tp=True),
     "fill_waits": dataclasses.replace(FSDP2, dims=ParallelDims(tp=2), changes=(("num_layers", 2),)),
     "tag_recomputation": dataclasses.replace(FSDP2, recompute=Recompute(every=1)),

@@ -66,7 +66,6 @@ class Published(NamedTuple):
             "model.name": "llama3",
             "model.flavor": self.model,
             "model.attn": "flex",
-            "training.loss_implementation": "torch",  # as in torchtitan
             "model.elementwise": "torch",
             "model.hf_assets_path": "",
             "training.seq_len": self.seq_len,

@@ -41,8 +41,6 @@ from torchtitan_graph.passes.overlap_copies import overlap_copies
 from torchtitan_graph.passes.overlap_products import Ring, overlap_products
 from torchtitan_graph.passes.rematerialize import rematerialize
 from torchtitan_graph.passes.rest_on_host import rest_on_host
-from torchtitan_graph.passes.reuse_logits import reuse_logits
-from torchtitan_graph.passes.reuse_sharded_logits import reuse_sharded_logits
 from torchtitan_graph.passes.shard_params import shard_params
 from torchtitan_graph.passes.tag_budget import tag_budget
 from torchtitan_graph.passes.tag_elementwise import tag_elementwise
@@ -113,8 +111,6 @@ def passes(plan: PassPlan, extra: Sequence[Extra] = ()) -> list[Pass]:
         Pass("mixed_precision", partial(mixed_precision, storages=plan.storages), required=True),
         Pass("rest_on_host", partial(rest_on_host, storages=plan.storages), required=True),
         Pass("merge_equal", merge_equal),
-        Pass("reuse_logits", reuse_logits),
-        Pass("reuse_sharded_logits", reuse_sharded_logits),
         Pass("tag_resharding", partial(tag_resharding, blocks=plan.blocks, reshard=plan.reshard)),
         Pass("tag_recomputation", partial(tag_recomputation, blocks=plan.blocks, recompute=plan.recompute)),
         Pass(

@@ -177,7 +177,7 @@ def test_a_pass_of_ones_own_takes_its_place(inspected: tuple[Path, Result]) -> N
 
 
 def test_a_policy_changes_nothing_but_tags(inspected: tuple[Path, Result]) -> None:
-    before, after = (dumped(inspected, name) for name in ("reuse_sharded_logits", "tag_resharding"))
+    before, after = (dumped(inspected, name) for name in ("merge_equal", "tag_resharding"))
     assert before != after
     assert [line.partition("  #")[0] for line in before] == [line.partition("  #")[0] for line in after]
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from ranks import run_on
 from test_compiled import SHARED, compiled_ones, inspect
-from test_fused_loss import launched
 from test_kernels import HEADS
+from test_loss import launched
 
 from torchtitan_graph.check import matrix
 from torchtitan_graph.check.matrix import BF16, FP32, Cell

@@ -21,7 +21,7 @@ FLAVORS = [(f, x) for f in family_names() for x in load_family(f).FLAVORS if x.s
 # Heads as wide as released ones, for which flex attention has blocks of its own.
 HEADS = (("head_dim", 64), ("nope_dim", 64), ("rope_dim", 64), ("v_dim", 64), ("kv_lora_rank", 64))
 # What sums, and so may round otherwise: products, attention, norms, experts, embeddings; and waits. Elementwise kernels
-# differ in how many rows they take at a time, and so do the loss's, see passes/reuse_logits.py; their bits stay.
+# differ in how many rows they take at a time, and so do the loss's, see ops/loss.py; their bits stay.
 SUMS = r"^wait |^product |fmha|flash|layer_norm|GammaBeta|triton_(tem|per|red)|cutlass|gemm|embedding_backward"
 
 

@@ -18,10 +18,7 @@ from torchtitan_graph.data.batch import IGNORE_INDEX, Batch
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.edit import call, value
 from torchtitan_graph.graph.signature import output_nodes, set_outputs
-from torchtitan_graph.ops.fused_loss import fused_cross_entropy_backward_
-from torchtitan_graph.ops.row_loss import cross_entropy, sharded_cross_entropy_backward_
-from torchtitan_graph.passes.reuse_logits import reuse_logits
-from torchtitan_graph.passes.reuse_sharded_logits import reuse_sharded_logits
+from torchtitan_graph.ops.loss import cross_entropy_backward_
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 SUMS = (c10d.reduce_scatter_tensor.default, c10d.all_reduce.default)
@@ -193,24 +190,9 @@ def _first_alike(nodes: list[Node], key: Callable[[Node], Any]) -> tuple[Node, N
     raise AssertionError("the fault has no place in this graph")
 
 
-def overwrite_logits_too_early(gm: GraphModule) -> GraphModule:
-    """Read the logits for the loss when their gradient has been written over them."""
-    gm = reuse_logits(gm)
-    (loss,) = gm.graph.find_nodes(op="call_function", target=cross_entropy)
-    ((name, shown),) = output_nodes(gm, "loss").items()
-    with gm.graph.inserting_before(gm.graph.output_node()):
-        late = call(gm.graph, loss, operator.getitem, call(gm.graph, loss, cross_entropy, *loss.args), 0)
-        shown = gm.graph.node_copy(shown, lambda node: late if loss in node.all_input_nodes else node)
-    set_outputs(gm, "loss", {name: shown})
-    gm.recompile()
-    return gm
-
-
 def begin_at_the_first_class(gm: GraphModule) -> GraphModule:
-    """Look for targets in the columns of a fused loss as if each rank's began with the first class."""
-    (terms,) = gm.graph.find_nodes(
-        op="call_function", target=torch.ops.torchtitan_graph.fused_cross_entropy_terms.default
-    )
+    """Look for targets in the columns of the logits as if each rank's began with the first class."""
+    (terms,) = gm.graph.find_nodes(op="call_function", target=torch.ops.torchtitan_graph.cross_entropy_terms.default)
     columns = terms.args[1]
     if columns.target is aten.sub.Tensor:  # not on the rank that has the first
         columns.replace_all_uses_with(columns.args[0])
@@ -218,22 +200,11 @@ def begin_at_the_first_class(gm: GraphModule) -> GraphModule:
     return gm
 
 
-def shift_the_labels_of_a_fused_gradient(gm: GraphModule) -> GraphModule:
-    (back,) = gm.graph.find_nodes(op="call_function", target=fused_cross_entropy_backward_)
+def shift_the_labels_of_the_gradient(gm: GraphModule) -> GraphModule:
+    (back,) = gm.graph.find_nodes(op="call_function", target=cross_entropy_backward_)
     logits, labels, *others = back.args
     with gm.graph.inserting_before(back):
         back.args = (logits, call(gm.graph, back, aten.roll.default, labels, [1]), *others)
-    gm.recompile()
-    return gm
-
-
-def forget_the_sum_of_exponentials(gm: GraphModule) -> GraphModule:
-    """Make the logits' gradient of a sharded vocabulary without the logarithm of their sum."""
-    gm = reuse_sharded_logits(gm)
-    (made,) = gm.graph.find_nodes(op="call_function", target=sharded_cross_entropy_backward_)
-    logits, largest, log, *others = made.args
-    with gm.graph.inserting_before(made):
-        made.args = (logits, largest, call(gm.graph, made, aten.zeros_like.default, log), *others)
     gm.recompile()
     return gm
 

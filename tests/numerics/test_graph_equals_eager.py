@@ -98,7 +98,7 @@ def test_every_variant_of_a_layout(cell):
     "names",
     [
         *("tag_resharding", "tag_recomputation", "rematerialize", "bucket_collectives", "overlap_collectives"),
-        "merge_equal tag_elementwise reuse_logits reuse_sharded_logits",
+        "merge_equal tag_elementwise",
     ],
 )
 def test_without_a_pass(names):
@@ -129,27 +129,21 @@ def test_with_flex_attention(layout, p):
 @pytest.mark.parametrize(
     "cell",
     [
-        Cell(ONE, BF16, fused_loss=True, fused_layers=True),
-        Cell(TP2, BF16, fused_loss=True, fused_layers=True),
+        Cell(FSDP2, BF16, num_microbatches=2, loss_chunks=3),
+        Cell(TP2, BF16, fused_layers=True, loss_chunks=4),
         *(
-            pytest.param(dataclasses.replace(cell, fused_loss=True), marks=pytest.mark.slow)
+            pytest.param(dataclasses.replace(cell, loss_chunks=3), marks=pytest.mark.slow)
             for cell in (
-                Cell(FSDP2, FP32, num_microbatches=2),
                 Cell(FSDP2, BF16, capture="dynamo", fused_layers=True),
-                Cell(FSDP2, BF16, disabled=("reuse_logits",)),
-                Cell(TP2, BF16, loss_parallel=False),
-                Cell(TP2, FP32, disabled=("reuse_logits",)),
-                Cell(FSDP2_TP2, FP32, num_microbatches=2),
+                Cell(FSDP2_TP2, FP32, num_microbatches=2, tied=True),
                 Cell(ONE, BF16, "deepseek_v3", changes=(("num_mtp_layers", 1),)),
+                Cell(FSDP2, FP32, reshard=Reshard(True, True)),
             )
         ),
     ],
-    ids=[
-        *("one-rank", "TP-2", "accumulate-2", "dynamo", "out-of-place", "TP-2-whole", "TP-2-out-of-place"),
-        *("FSDP-2-x-TP-2", "MTP"),
-    ],
+    ids=["accumulate-2", "TP-2", "dynamo", "FSDP-2-x-TP-2-tied", "MTP", "resharded"],
 )
-def test_with_the_fused_loss(cell):
+def test_with_the_loss_in_chunks(cell):
     check(cell)
 
 
@@ -215,13 +209,13 @@ def test_a_wrong_gather_is_seen_in_the_first_loss():
         assert different[0] == "step 1: loss"
 
 
-def test_wrong_labels_in_the_fused_loss_are_seen_in_the_first_gradients():
-    (different,) = run_on(1, differences_after, Cell(fused_loss=True), faults.shift_the_labels_of_a_fused_gradient)
+def test_wrong_labels_in_the_losss_gradient_are_seen_in_the_first_gradients():
+    (different,) = run_on(1, differences_after, Cell(), faults.shift_the_labels_of_the_gradient)
     assert different[0].startswith("step 1: gradient of ")
 
 
 def test_a_wrong_place_in_the_vocabulary_is_seen_in_the_first_loss():
-    for different in run_on(2, differences_after, Cell(TP2, fused_loss=True), faults.begin_at_the_first_class):
+    for different in run_on(2, differences_after, Cell(TP2), faults.begin_at_the_first_class):
         assert different[0] == "step 1: loss"
 
 

@@ -100,8 +100,9 @@ def test_every_layout_is_the_plain_module(dims):
         Cell(FSDP2, FP64, tied=True),
         Cell(TP2, FP64, tied=True),
         Cell(TP2, FP64, loss_parallel=False),
+        Cell(TP2, FP64, tied=True, loss_chunks=3),
     ],
-    ids=["FSDP-2-accumulate-2", "FSDP-2-tied", "TP-2-tied", "TP-2-gathered-logits"],
+    ids=["FSDP-2-accumulate-2", "FSDP-2-tied", "TP-2-tied", "TP-2-gathered-logits", "TP-2-tied-chunks"],
 )
 def test_every_variant_is_the_plain_module(cell):
     check(whole_graph, cell)

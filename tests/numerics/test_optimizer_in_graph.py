@@ -58,7 +58,7 @@ class Job:
         self.storages = plan_storage(self.model, layout, options.precision)
         materialize(self.model, self.storages, options.target.device)
         initialize(self.model, SEED)
-        self.steps = Steps(self.model, layout, False, None, None)  # type: ignore[arg-type]
+        self.steps = Steps(self.model, layout, None, None)  # type: ignore[arg-type]
         if config.name == "torch.optim.Muon":  # takes matrices alone
             for parameter in self.model.parameters():
                 parameter.requires_grad_(parameter.dim() == 2)

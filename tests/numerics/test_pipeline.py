@@ -194,7 +194,7 @@ def test_stages_of_products_are_torchs(other, precision):
         pytest.param("1F1B", FP32, {"recompute": Recompute(budget=Budget(0.0))}, marks=pytest.mark.slow),
         pytest.param("1F1B", BF16, {"reshard": Reshard(True, True)}, marks=pytest.mark.slow),
         pytest.param("1F1B", FP32, {"attn": "flex"}, marks=pytest.mark.slow),
-        pytest.param("1F1B", BF16, {"fused_loss": True}, marks=pytest.mark.slow),
+        pytest.param("1F1B", BF16, {"loss_chunks": 2}, marks=pytest.mark.slow),
     ],
 )
 def test_sharded_stages_are_torchs(schedule, precision, other):
@@ -286,7 +286,7 @@ MOE = {"family": "qwen3", "flavor": "debugmodel_moe", "auxiliary": AuxiliaryLoss
             pytest.param(each, id=name, marks=pytest.mark.slow)
             for name, each in {
                 "experts": cell(PP2, "1F1B", FP64, **MOE),
-                "fused-loss": cell(PP2, "1F1B", FP64, fused_loss=True),
+                "chunks": cell(PP2, "ZBVZeroBubble", FP64, loss_chunks=3),
                 "PP-4": cell(PP4, "1F1B", FP64, tied=True),
                 "DDP-2": cell(PP2_DDP2, "Interleaved1F1B", FP64),
                 "FSDP-2-DualPipeV-tied": cell(PP2_FSDP2, "DualPipeV", FP64, tied=True),

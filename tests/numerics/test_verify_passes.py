@@ -151,7 +151,6 @@ SPOILED = {
     "rest_on_host": (faults.fetch_another, Cell(FSDP2, BF16, cpu_offload=True)),
     "merge_equal": (faults.merge_unequal, Cell(ONE, FP32)),
     "rematerialize": (faults.recompute_another, Cell(ONE, FP32)),
-    "reuse_logits": (faults.overwrite_logits_too_early, Cell(ONE, FP32)),
     "bucket_collectives": (faults.swap_two_parts_of_a_bucket, Cell(FSDP2, BF16)),
     "overlap_context": (faults.use_before_it_is_there, Cell(ParallelDims(cp=2), BF16)),
     "overlap_collectives": (faults.wait_for_another, Cell(FSDP2, BF16)),

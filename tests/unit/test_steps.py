@@ -2,11 +2,12 @@
 
 import dataclasses
 import logging
-from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.torch_version import TorchVersion
 
 from torchtitan_graph import device as devices
@@ -15,7 +16,6 @@ from torchtitan_graph.config.check import MOST_TOKENS
 from torchtitan_graph.device import Target
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
-from torchtitan_graph.loss import cross_entropy, fused_cross_entropy
 from torchtitan_graph.models import llama3
 from torchtitan_graph.models.hf.architecture import choose_attention, choose_elementwise, choose_model
 from torchtitan_graph.models.layers.decoder import Decoder
@@ -123,21 +123,26 @@ def test_cuda_graphs_are_recorded_on_a_gpu_alone_and_a_dry_run_needs_none() -> N
     assert options_of(*dry).recorders is None
 
 
+class OfLogits(llama3.Model):
+    def forward(self, *args: Tensor, side_outputs: bool = False) -> Any:
+        return super().forward(*args, side_outputs=side_outputs)
+
+
 @pytest.mark.parametrize(
-    ("device", "words", "loss"),
+    ("words", "kind", "said"),
     [
-        ("cpu", "", cross_entropy),
-        ("cuda", "", fused_cross_entropy),
-        ("cpu", "--comm.mode fake_backend --comm.fake_device H100", fused_cross_entropy),
-        ("cpu", "--comm.mode fake_backend --comm.fake_device CPU", cross_entropy),
-        ("cuda", "--parallelism.tensor_parallel_degree 2", fused_cross_entropy),
-        ("cuda", "--training.loss_implementation torch", cross_entropy),
-        ("cpu", "--training.loss_implementation fused", fused_cross_entropy),
+        ("", OfLogits, "OfLogits.forward returns logits of all rows; give it the argument `loss`"),
+        ("--parallelism.tensor_parallel_degree 2 --parallelism.disable_loss_parallel", llama3.Model, "disable_loss_p"),
+        ("--training.dynamic_seq_len --model.attn sdpa", llama3.Model, "not with training.dynamic_seq_len = true"),
     ],
 )
-def test_the_loss_is_the_devices_unless_one_is_named(device: str, words: str, loss: Callable) -> None:
-    config, of_model = built(*words.split())
-    assert options_of(config, of_model, 1, device).loss is loss
+def test_loss_chunks_are_refused_where_the_logits_of_all_rows_are_needed(words: str, kind: Any, said: str) -> None:
+    config = load(["--training.loss_chunks", "2", *words.split()])
+    with torch.device("meta"):
+        model = kind(llama3.FLAVORS["debugmodel"], "sdpa")
+    dims, options = ParallelDims(tp=config.parallelism.tensor_parallel_degree), options_of(config, model)
+    with pytest.raises(UserError, match=f"training.loss_chunks = 2: .*{said}"):
+        check_steps(config, model, llama3, dims, options)
 
 
 SDPA = "--model.attn sdpa --training.seq_len 1024 --training.local_batch_size 2"
@@ -215,7 +220,7 @@ def test_parameters_lie_in_the_hosts_memory_on_a_gpu_alone(caplog: pytest.LogCap
 def test_counts_of_several_dtypes_keep_them() -> None:
     """Beyond 2**24 a count in float32 would no longer be exact."""
     layout = SimpleNamespace(routing_groups=[])
-    steps = Steps(None, layout, False, None, None)  # type: ignore[arg-type]
+    steps = Steps(None, layout, None, None)  # type: ignore[arg-type]
     state = {"a": torch.tensor([2**24 + 1]), "b": torch.tensor([[0.5]]), "c": torch.tensor(3)}
     summed = steps._sum_state(state)
     assert list(summed) == ["a", "b", "c"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -34,7 +35,7 @@ class Inputs(Protocol):
     positions_BL: Tensor
 
 
-Loss = Callable[[Tensor, Tensor, Tensor], Tensor]  # (logits_BLV, labels_BL, num_tokens) -> scalar
+Loss = Callable[..., Tensor]  # (logits_BLV, labels_BL, num_tokens) or (x_BLD, labels_BL, num_tokens, output) -> scalar
 
 
 class SideOutputs(NamedTuple):
@@ -45,7 +46,8 @@ class SideOutputs(NamedTuple):
     state   new state, by name: it leaves the step as a value, and `model.after_step` applies it. Each is a count,
             summed over microbatches and over ranks with different data. (Slots of layers are state too, see
             `make_train_step`.)
-    ahead   logits of the tokens further ahead: the first's targets are the labels' next ones, and so on
+    ahead   logits of the tokens further ahead, or their losses where the model was called with `loss`: the first's
+            targets are the labels' next ones, and so on
     ahead_weight  weight of the mean of their losses in the training loss
     experts  scalars of mixtures of experts: each is already this microbatch's share of a mean over the step
     """
@@ -72,14 +74,40 @@ class StageModules(NamedTuple):
     last: bool
 
 
+def takes_loss(model: nn.Module) -> bool:
+    """Return whether a model computes the loss where it computes the logits, which then nothing else reads: its forward
+    has an argument `loss`, a function of the output layer, its input, and the number of tokens further ahead."""
+    return "loss" in inspect.signature(model.forward).parameters
+
+
+class _Head:
+    """The loss of a model's logits for a batch, computed in its forward or after it."""
+
+    def __init__(self, model: nn.Module, loss: Loss, batch: Inputs, num_tokens: Tensor) -> None:
+        self._loss, self._num_tokens, self._labels = loss, num_tokens, [batch.labels_BL]
+        self.given: dict[str, Any] = {"loss": self.of_output} if takes_loss(model) else {}
+
+    def of_output(self, output: nn.Module, x_BLD: Tensor, ahead: int = 0) -> Tensor:
+        return self._loss(x_BLD, self._labels_of(ahead), self._num_tokens, output)
+
+    def __call__(self, result: Tensor, ahead: int = 0) -> Tensor:
+        """Return the loss from a model's result: its logits, unless it took the loss."""
+        return result if self.given else self._loss(result, self._labels_of(ahead), self._num_tokens)
+
+    def _labels_of(self, ahead: int) -> Tensor:
+        while len(self._labels) <= ahead:
+            self._labels.append(next_labels(self._labels[-1]))
+        return self._labels[ahead]
+
+
 def _forward(model: nn.Module, loss: Loss, batch: Inputs, masks: Any, num_tokens: Tensor) -> StepOutput:
-    logits_BLV, beside = model(batch.tokens_BL, batch.positions_BL, masks, side_outputs=True)
-    value, labels_BL = loss(logits_BLV, batch.labels_BL, num_tokens), batch.labels_BL
+    head = _Head(model, loss, batch, num_tokens)
+    result, beside = model(batch.tokens_BL, batch.positions_BL, masks, side_outputs=True, **head.given)
+    value = head(result)
     for each in _terms(model, batch, beside):
         value = value + each
-    for ahead_BLV in beside.ahead:
-        labels_BL = next_labels(labels_BL)
-        value = value + beside.ahead_weight / len(beside.ahead) * loss(ahead_BLV, labels_BL, num_tokens)
+    for ahead, of_ahead in enumerate(beside.ahead, 1):
+        value = value + beside.ahead_weight / len(beside.ahead) * head(of_ahead, ahead)
     return StepOutput(value, beside.state)
 
 
@@ -236,7 +264,8 @@ def make_eval_step(model: nn.Module, loss: Loss) -> Callable[[Inputs, Any, Tenso
 
     def step(batch: Inputs, masks: Any, num_tokens: Tensor) -> Tensor:
         with torch.no_grad():  # no decorator: Dynamo would begin in torch's own function
-            return loss(model(batch.tokens_BL, batch.positions_BL, masks), batch.labels_BL, num_tokens)
+            head = _Head(model, loss, batch, num_tokens)
+            return head(model(batch.tokens_BL, batch.positions_BL, masks, **head.given))
 
     return step
 
@@ -252,8 +281,9 @@ def make_stage_step(
     """
 
     def forward(batch: Inputs, masks: Any, num_tokens: Tensor, x: Tensor | None) -> Any:
-        y, beside = _run_stage(model, stage, batch, masks, x)
-        losses = [loss(y, batch.labels_BL, num_tokens)] if stage.last else []
+        head = _Head(model, loss, batch, num_tokens)
+        y, beside = _run_stage(model, stage, batch, masks, x, head)
+        losses = [head(y)] if stage.last else []
         losses += _terms(model, batch, beside)
         return y, sum(losses[1:], losses[0]) if losses else None, beside.state
 
@@ -286,9 +316,9 @@ def make_stage_step(
     return InParts(stage_step, forward)
 
 
-def _run_stage(model: nn.Module, stage: StageModules, batch: Inputs, masks: Any, x: Tensor | None) -> Any:
-    given = batch.tokens_BL if x is None else x
-    return model(given, batch.positions_BL, masks, side_outputs=True, only=stage.names)
+def _run_stage(model: nn.Module, stage: StageModules, batch: Inputs, masks: Any, x: Tensor | None, head: _Head) -> Any:
+    given, of_last = batch.tokens_BL if x is None else x, head.given if stage.last else {}
+    return model(given, batch.positions_BL, masks, side_outputs=True, only=stage.names, **of_last)
 
 
 def trace_stage_step(
@@ -314,8 +344,9 @@ def trace_stage_evaluation(
 
     def step(batch: Inputs, masks: Any, num_tokens: Tensor, x: Tensor | None) -> Tensor:
         with torch.no_grad():  # no decorator: Dynamo would begin in torch's own function
-            y, _ = _run_stage(model, stage, batch, masks, x)
-            return loss(y, batch.labels_BL, num_tokens) if stage.last else y
+            head = _Head(model, loss, batch, num_tokens)
+            y, _ = _run_stage(model, stage, batch, masks, x, head)
+            return head(y) if stage.last else y
 
     return capture(step, model, device=device)(*arguments)
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchtitan_graph.data.batch import IGNORE_INDEX
-from torchtitan_graph.loss import fused_cross_entropy
+from torchtitan_graph.loss import cross_entropy
 from torchtitan_graph.models.layers.feed_forward import SwiGLU
 from torchtitan_graph.models.layers.masks import begins_of
 from torchtitan_graph.models.layers.moe import ClampedSwiGLU
@@ -22,7 +22,7 @@ from torchtitan_graph.quantize.products import E4M3, ROWWISE, ROWWISE_WIDE, Reci
 
 
 def kernels_off(device: str = "cuda") -> Iterator[tuple[str, float]]:
-    """Yield each kernel's name, and the relative error of its results and gradients, by the norm: the fused loss,
+    """Yield each kernel's name, and the relative error of its results and gradients, by the norm: the loss,
     elementwise layers and attention within documents against torch's in fp64; where the GPU has them, experts' products
     in float8 against the emulated ones."""
     torch.manual_seed(0)
@@ -30,9 +30,9 @@ def kernels_off(device: str = "cuda") -> Iterator[tuple[str, float]]:
     labels_T[::7] = IGNORE_INDEX
     one = torch.ones((), device=device)
     yield (
-        "fused loss",
+        "loss",
         _off(
-            lambda x: fused_cross_entropy(x[None], labels_T[None], one),
+            lambda x: cross_entropy(x[None], labels_T[None], one),
             lambda x: F.cross_entropy(x.double(), labels_T, ignore_index=IGNORE_INDEX, reduction="sum"),
             logits_TV,
         ),

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule
@@ -30,7 +31,6 @@ from torchtitan_graph.capture.traced import TracedResult
 from torchtitan_graph.config import job
 from torchtitan_graph.data.batch import IGNORE_INDEX, Batch
 from torchtitan_graph.device import Target
-from torchtitan_graph.loss import cross_entropy, fused_cross_entropy
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.models.layers.init import initial_weight, initialize
 from torchtitan_graph.models.layers.moe import AuxiliaryLoss, Experts, ExpertTraining, set_up_experts
@@ -87,7 +87,7 @@ class Cell:
     num_microbatches: int = 1
     tied: bool = False
     attn: str = "sdpa"
-    fused_loss: bool = False
+    loss_chunks: int = 1
     fused_layers: bool = False  # rotary positions and SwiGLU
     ffn_dim: int = 0
     changes: tuple[tuple[str, object], ...] = ()  # of the family's tiny configuration
@@ -134,7 +134,7 @@ class Cell:
             reshard=self.reshard,
             experts=ExpertTraining(self.auxiliary),
             fused=tuple(ELEMENTWISE.values()) if self.fused_layers else (),
-            loss=fused_cross_entropy if self.fused_loss else cross_entropy,
+            loss_chunks=self.loss_chunks,
             loss_parallel=self.loss_parallel,
             async_tp=self.async_tp,
             regions=plan_regions(
@@ -267,7 +267,7 @@ class PlainSteps(NamedTuple):
         for batch in batches:
             masks = self.model.masks(batch.documents_BL, batch.positions_BL)
             logits_BLV, beside = self.model(batch.tokens_BL, batch.positions_BL, masks, side_outputs=True)
-            loss = sum(beside.experts, cross_entropy(logits_BLV, batch.labels_BL, num_tokens))
+            loss = sum(beside.experts, _cross_entropy(logits_BLV, batch.labels_BL, num_tokens))
             loss = loss + sum(term.mean() / len(batches) for term in beside.losses)
             for k, ahead_BLV in enumerate(beside.ahead, 1):  # targets of the same document
                 labels_BL = batch.labels_BL.roll(-k, dims=1)
@@ -275,7 +275,7 @@ class PlainSteps(NamedTuple):
                     batch.documents_BL.roll(-k, dims=1) != batch.documents_BL, IGNORE_INDEX
                 )
                 labels_BL[:, -k:] = IGNORE_INDEX
-                loss = loss + MTP_WEIGHT / len(beside.ahead) * cross_entropy(ahead_BLV, labels_BL, num_tokens)
+                loss = loss + MTP_WEIGHT / len(beside.ahead) * _cross_entropy(ahead_BLV, labels_BL, num_tokens)
             loss.backward()  # type: ignore[union-attr]
             total += loss.detach()  # type: ignore[union-attr]
             counts = {name: counts.get(name, 0) + x for name, x in beside.state.items()}
@@ -283,6 +283,12 @@ class PlainSteps(NamedTuple):
 
     def clip(self, max_norm: float) -> Tensor:
         return clip_grad_norm(self.model.parameters(), max_norm)
+
+
+def _cross_entropy(logits_BLV: Tensor, labels_BL: Tensor, num_tokens: Tensor) -> Tensor:
+    """Return torch's own loss, computed in fp32 at least."""
+    logits_TV = logits_BLV.flatten(0, 1).to(torch.promote_types(logits_BLV.dtype, torch.float32))
+    return F.cross_entropy(logits_TV, labels_BL.flatten(), ignore_index=IGNORE_INDEX, reduction="sum") / num_tokens
 
 
 def build_plain(cell: Cell) -> PlainSteps:

@@ -272,11 +272,11 @@ class Training:
     mtp_loss_weight: float = option(
         0.3, "Weight of the mean loss of multi-token prediction, see model.num_mtp_layers.", minimum=0
     )
-    loss_implementation: str = option(
-        "auto",
-        "Implementation of the loss, the same up to rounding. fused: reads the logits once in forward and once in"
-        " backward, on a GPU in one kernel each. torch: torch's operators. auto: on a GPU fused, on a CPU torch.",
-        choices=("auto", "fused", "torch"),
+    loss_chunks: int = option(
+        1,
+        "Parts of a microbatch's rows that go through the output layer and the loss one after another, so that only a"
+        " part's logits exist at once.",
+        minimum=1,
     )
     max_norm: float = option(1.0, "Clip gradients to this norm over all parameters; 0: don't clip.", minimum=0)
     steps: int = option(10000, "Optimizer steps.", minimum=1)

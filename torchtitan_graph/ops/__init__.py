@@ -7,9 +7,8 @@ from torchtitan_graph.ops import (  # noqa: F401
     experts,
     flex_strips,
     float8,
-    fused_loss,
+    loss,
     of_torch,
     planned_norms,
-    row_loss,
     varlen,
 )

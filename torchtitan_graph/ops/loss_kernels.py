@@ -1,4 +1,4 @@
-"""The fused loss on a GPU, in Triton: a program reads a row of logits once, and sums in a fixed order.
+"""Cross entropy on a GPU, in Triton: a program reads a row of logits once, and sums in a fixed order.
 
 There is no tuning, so every run launches the same code. Imported on a GPU alone: a CPU's torch brings no Triton.
 """
@@ -47,7 +47,8 @@ def _gradients(logits, columns, largests, logs, scales, gradients, V, BLOCK: tl.
 
 
 def write_terms(terms_3T: Tensor, logits_TV: Tensor, columns_T: Tensor) -> None:
-    """Write each row's terms of the loss, see `fused_loss.fused_cross_entropy_terms`; the logits are contiguous."""
+    """Write each row's largest logit m, its sum of exp(x - m), and the logit in its column, -inf where there is none;
+    the logits are contiguous."""
     T, V = logits_TV.shape
     if T:
         given = (logits_TV, columns_T.contiguous(), terms_3T, T, V)

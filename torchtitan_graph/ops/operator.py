@@ -77,6 +77,7 @@ class Operator:
                   costly: for the memory it frees, so selective recomputation saves it; never: the host reads the result
     compiles      whether a compiled region may contain it
     records       whether a CUDA graph may contain a call
+    overwrites    its write in place saves memory, so `cleanup` keeps it where nothing reads the old value later
     examples      (floating-point arguments, number) -> as many integers that are legal arguments, to measure a call
     """
 
@@ -95,6 +96,7 @@ class Operator:
     recompute: Literal["any", "alternate", "costly", "never"] = "any"
     compiles: bool = True
     records: Callable[..., bool] | bool = False
+    overwrites: bool = False
     examples: Callable[[Sequence[Tensor], int], Tensor] | None = None
 
 

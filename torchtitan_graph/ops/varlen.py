@@ -19,8 +19,8 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
+from torchtitan_graph.ops.loss import wide
 from torchtitan_graph.ops.operator import Attention, num_bytes, operator
-from torchtitan_graph.ops.row_loss import wide
 from torchtitan_graph.torch_private.flash import (
     causal_backward,
     causal_forward,

@@ -12,6 +12,7 @@ from torch.fx import GraphModule, Node
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.edit import aliased, call, erase_unused, infer, is_view, value
+from torchtitan_graph.ops.operator import operator_of
 
 aten = torch.ops.aten
 
@@ -25,7 +26,8 @@ def cleanup(gm: GraphModule) -> GraphModule:
         y = empty(); v = slice(y, 0, 2); copy_(v, a); return y
         y = empty(); v = slice(y, 0, 2); w = copy(v, a); z = slice_scatter(y, w, 0, 2); return z
 
-    After this pass a node's value never changes, so that other passes may recompute and move nodes.
+    After this pass a node's value never changes, so that other passes may recompute and move nodes; except that the
+    loss's gradient is written over logits that nothing reads any more: no policy recomputes readers of such memory.
 
     Raises:
         UserError: a write to an input, one without a functional form, or one through a view that has no inverse while
@@ -42,7 +44,10 @@ def cleanup(gm: GraphModule) -> GraphModule:
             together = memory.get(written, [written])
             if together[0].op in ("placeholder", "get_attr"):
                 raise UserError(f"{_where(node)} writes in place to an input: compute a new tensor instead")
-            is_seen = any(order[user] > order[node] for n in together if n is not written for user in n.users)
+            read_later = {n for n in together if any(order[user] > order[node] for user in n.users)}
+            if operator_of(node.target).overwrites and not read_later:
+                continue
+            is_seen = bool(read_later - {written})
             where, node.target = _where(node), _functional(node)
             infer(node)
             new = _as_stored(gm, node, written)

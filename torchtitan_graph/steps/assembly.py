@@ -10,8 +10,10 @@ from types import ModuleType
 import torch.distributed as dist
 
 from torchtitan_graph.analysis.cost import Costs
+from torchtitan_graph.capture.step import Loss
 from torchtitan_graph.capture.trace import Capture, make_fx_capture
 from torchtitan_graph.compiler import PassPlan
+from torchtitan_graph.loss import cross_entropy
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.models.layers.moe import set_up_experts
 from torchtitan_graph.ops.planned_norms import take_norms_of_gpu
@@ -50,9 +52,9 @@ class Assembly:
         return Costs(rates, self.layout.links(rates.num_near))
 
     @property
-    def loss_is_parallel(self) -> bool:
-        """Whether logits stay sharded over the vocabulary for the loss."""
-        return self.options.loss_parallel and self.layout.degree(TP) > 1
+    def loss(self) -> Loss:
+        """The loss of a model's logits, in training and evaluation."""
+        return partial(cross_entropy, chunks=self.options.loss_chunks)
 
     @property
     def capture_per_kind(self) -> Capture:

@@ -22,7 +22,6 @@ from torchtitan_graph.capture.step import (
 from torchtitan_graph.capture.traced import run_traced
 from torchtitan_graph.data.batch import Batch
 from torchtitan_graph.device import Recorders
-from torchtitan_graph.loss import loss_context
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.optim import clip_grad_norm
 from torchtitan_graph.parallel.layout import PP, Layout, sum_over
@@ -52,7 +51,6 @@ class Steps:
 
     model: Decoder
     layout: Layout
-    loss_parallel: bool
     step: Step | Pipeline
     evaluation: Evaluation | None
     flops: Flops | None = None
@@ -87,7 +85,7 @@ class Steps:
             loss, state = self.step.train([partial(self._inputs, *batch, num_tokens) for batch in each])
         else:
             for batch in each:
-                output = self._run(self.step, *batch, num_tokens)
+                output = self.step(*self._inputs(*batch, num_tokens))
                 loss = output.loss if loss is None else loss + output.loss
                 state = combine(state, output.state)
         assert loss is not None, "a step has microbatches"
@@ -103,7 +101,7 @@ class Steps:
         if isinstance(self.step, Pipeline):
             return self.step.evaluate(partial(self._inputs, batch, on_host, one))
         assert self.evaluation is not None, "built when the options have eval_rows"
-        return self._run(self.evaluation, batch, on_host, one)
+        return self.evaluation(*self._inputs(batch, on_host, one))
 
     def clip(self, max_norm: float) -> Tensor:
         """Clip the gradients of all ranks, like `clip_grad_norm`."""
@@ -126,10 +124,6 @@ class Steps:
             for batch in microbatches
         )
         return self.layout.mean_over_stages(sum(of_batches))
-
-    def _run(self, step: Callable[..., Any], batch: Batch, on_host: Batch | None, num_tokens: Tensor) -> Any:
-        with loss_context(self.loss_parallel):
-            return step(*self._inputs(batch, on_host, num_tokens))
 
     def _inputs(self, batch: Batch, on_host: Batch | None, num_tokens: Tensor) -> tuple[Batch, Any, Tensor]:
         return *of_this_rank(batch, self.model, self.layout, on_host), num_tokens
@@ -154,9 +148,9 @@ def build_steps(assembly: Assembly) -> Steps:
     recompute_eager(model.blocks, options.recompute)
     at_rest = options.precision, options.reshard, options.target.device, options.cpu_offload
     shard_eager(model, model.blocks, assembly.layout, *at_rest)
-    evaluate = make_eval_step(model, options.loss) if options.eval_rows else None
-    step = make_eager_step(model, options.loss)
-    return Steps(model, assembly.layout, assembly.loss_is_parallel, step, evaluate, quantized=_quantized({}, assembly))
+    evaluate = make_eval_step(model, assembly.loss) if options.eval_rows else None
+    step = make_eager_step(model, assembly.loss)
+    return Steps(model, assembly.layout, step, evaluate, quantized=_quantized({}, assembly))
 
 
 def _quantized(storages: Mapping[str, Storage], assembly: Assembly) -> Float8State | None:
@@ -186,7 +180,6 @@ def bind_graphs(graphs: Graphs, assembly: Assembly) -> Steps:
     return Steps(
         model,
         layout,
-        assembly.loss_is_parallel,
         step,
         evaluate,
         flops=graphs.flops,

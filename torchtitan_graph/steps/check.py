@@ -5,8 +5,10 @@ from __future__ import annotations
 from types import ModuleType
 
 import torch
+from torch import nn
 
 from torchtitan_graph import device as devices
+from torchtitan_graph.capture.step import takes_loss
 from torchtitan_graph.config import JobConfig
 from torchtitan_graph.data.batch import BYTES_PER_TOKEN
 from torchtitan_graph.errors import UserError
@@ -34,6 +36,7 @@ def check_steps(
     check_plan(model, family.PLAN, dims)
     _check_parameters(config, model)
     check_cut(options.float8, model, family.PLAN, dims.tp)
+    _check_loss_chunks(config, model, dims, options)
     if not any(p.requires_grad for p in model.parameters()):
         raise UserError(
             f"model.name = {config.model.name!r}: none of its parameters takes gradients (requires_grad), so there is "
@@ -54,6 +57,35 @@ def check_steps(
     _check_rows_fit(config, model, options.precision.compute.itemsize)
     if model.attn == "flex" and options.target.device.type == "cpu":
         _check_scores_fit(options, model.config.num_heads // dims.tp, dims.cp)
+
+
+def _check_loss_chunks(config: JobConfig, model: Decoder, dims: ParallelDims, options: StepOptions) -> None:
+    """Check that the output layer can project some rows at a time."""
+    if options.loss_chunks == 1:
+        return
+    option, forward = f"training.loss_chunks = {options.loss_chunks}", type(model).forward.__qualname__
+    if not takes_loss(model):
+        raise UserError(
+            f"{option}: {forward} returns logits of all rows; give it the argument `loss` of Decoder.forward, or set"
+            " the option to 1"
+        )
+    if type(model.output) is not nn.Linear or model.output.bias is not None:
+        raise UserError(f"{option}: needs an output layer that is nn.Linear without a bias; set it to 1")
+    if options.float8 is not None and "output" in options.float8.layers:
+        raise UserError(
+            f"{option}: not with an output layer in float8; add output to quantize.linear.float8.filter_fqns, or set"
+            " this to 1"
+        )
+    if dims.tp > 1 and not options.loss_parallel:
+        raise UserError(
+            f"{option}: not with parallelism.disable_loss_parallel = true, which gathers the logits of all rows; set"
+            " that to false, or this to 1"
+        )
+    if options.lengths is not None and options.mode == "graph":
+        raise UserError(
+            f"{option}: not with training.dynamic_seq_len = true in a graph, whose chunks have one size; set that to"
+            " false, or this to 1"
+        )
 
 
 def _check_varlen(model: Decoder, dims: ParallelDims, options: StepOptions) -> None:

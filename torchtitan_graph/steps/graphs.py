@@ -23,7 +23,6 @@ from torchtitan_graph.capture.traced import TracedResult
 from torchtitan_graph.compiler import Inspection, PassPlan, passes, run_passes
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
-from torchtitan_graph.loss import loss_context
 from torchtitan_graph.parallel.pipeline import StageGraph
 from torchtitan_graph.parallel.recompute import Budget
 from torchtitan_graph.parallel.storage import Storage
@@ -146,11 +145,10 @@ def trace_steps(assembly: Assembly) -> Traced:
     begin, evaluate = time.perf_counter(), None
     plan = assembly.lay_out()
     example, other = _arguments(assembly)
-    with loss_context(assembly.loss_is_parallel):
-        train = _trace_training(assembly, example)
-        if other is not None:
-            device, loss = assembly.options.target.device, assembly.options.loss
-            evaluate = trace_eval_step(assembly.model, loss, *other, device=device, capture=assembly.capture_per_kind)
+    train = _trace_training(assembly, example)
+    if other is not None:
+        device, capture = assembly.options.target.device, assembly.capture_per_kind
+        evaluate = trace_eval_step(assembly.model, assembly.loss, *other, device=device, capture=capture)
     logger.info(f"traced in {time.perf_counter() - begin:.1f} s, {len(train.gm.graph.nodes)} nodes")
     flops = count_flops(train.gm, assembly.model.blocks, assembly.layout.gathers_rows)
     return Traced(train, evaluate, plan, flops, numbers_of(example, assembly.layout))
@@ -162,7 +160,7 @@ def _trace_training(assembly: Assembly, example: Any) -> TracedResult:
     device, sum_in = options.target.device, options.precision.sum_in
 
     def trace(capture: Capture) -> TracedResult:
-        return trace_train_step(assembly.model, options.loss, *example, device=device, capture=capture, sum_in=sum_in)
+        return trace_train_step(assembly.model, assembly.loss, *example, device=device, capture=capture, sum_in=sum_in)
 
     if (lengths := options.lengths) is None:
         return trace(assembly.capture_per_kind)

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from torchtitan_graph.compiler import Extra, Look
 from torchtitan_graph.config import JobConfig, job
 from torchtitan_graph.device import CudaRecorder, Recorders, Target
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
-from torchtitan_graph.loss import cross_entropy, fused_cross_entropy
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.models.layers.moe import AuxiliaryLoss, ExpertTraining, MoE
 from torchtitan_graph.parallel.recompute import Budget, Recompute
@@ -47,7 +46,7 @@ class StepOptions:
     mode             "graph", or "eager": FSDP2 and autograd, the reference
     offload          modules whose activations are in the host's memory till backward
     cpu_offload      parameters, gradients and the optimizer's state rest in the host's memory
-    loss             (logits, labels, num_tokens) -> scalar
+    loss_chunks      parts of the rows that are projected to logits one after another
     loss_parallel    under tensor parallelism logits stay sharded over the vocabulary for the loss
     async_tp         tensor parallelism's products overlap its communication
     disabled         passes to leave out, by name
@@ -81,7 +80,7 @@ class StepOptions:
     regions: Regions = dataclasses.field(default_factory=dict)
     offload: Sequence[str] = ()
     cpu_offload: bool = False
-    loss: Callable[..., Tensor] = cross_entropy
+    loss_chunks: int = 1
     loss_parallel: bool = True
     async_tp: bool = False
     disabled: Sequence[str] = ()
@@ -168,7 +167,7 @@ def step_options(config: JobConfig, model: Decoder, num_microbatches: int, targe
             config.debug.moe_force_load_balance,
         ),
         regions=plan_regions(config.compile, model, target.device),
-        loss=_loss(config, target),
+        loss_chunks=training.loss_chunks,
         loss_parallel=not config.parallelism.disable_loss_parallel,
         async_tp=config.parallelism.enable_async_tensor_parallel,
         disabled=config.compile.disable_passes,
@@ -184,14 +183,6 @@ def step_options(config: JobConfig, model: Decoder, num_microbatches: int, targe
         float8=plan_float8(config, model, target),
         fused=_fused(config),
     )
-
-
-def _loss(config: JobConfig, target: Target) -> Callable[..., Tensor]:
-    chosen = config.training.loss_implementation
-    if chosen == "auto":
-        chosen, where = ("fused", "a GPU") if target.is_gpu else ("torch", "a CPU")
-        logger.info(f"training.loss_implementation = auto: {chosen}, on {where}")
-    return fused_cross_entropy if chosen == "fused" else cross_entropy
 
 
 def _fused(config: JobConfig) -> tuple[type[nn.Module], ...]:

@@ -24,7 +24,6 @@ from torchtitan_graph.capture.traced import TracedResult
 from torchtitan_graph.compiler import Inspection, PassPlan, passes, run_passes
 from torchtitan_graph.graph.edit import copy_graph
 from torchtitan_graph.log import logger
-from torchtitan_graph.loss import loss_context
 from torchtitan_graph.parallel.layout import PP, TP, Layout
 from torchtitan_graph.parallel.pipeline import StageGraph
 from torchtitan_graph.parallel.recompute import Budget
@@ -210,12 +209,11 @@ def _cut(train: TracedResult, example: _StageExamples, plan: PassPlan, options: 
 def _trace_stage(number: int, assembly: Assembly, example: _StageExamples) -> tuple[TracedResult, TracedResult | None]:
     """Trace a stage's steps, for training and, if there is one, for evaluation."""
     begin, evaluate, options = time.perf_counter(), None, assembly.options
-    step = assembly.model, options.loss, example.modules
+    step = assembly.model, assembly.loss, example.modules
     device, capture = options.target.device, assembly.capture_per_kind
-    with loss_context(assembly.loss_is_parallel):
-        train = trace_stage_step(*step, example.train, device=device, capture=capture, sum_in=options.precision.sum_in)
-        if example.evaluate is not None:
-            evaluate = trace_stage_evaluation(*step, example.evaluate, device=device, capture=capture)
+    train = trace_stage_step(*step, example.train, device=device, capture=capture, sum_in=options.precision.sum_in)
+    if example.evaluate is not None:
+        evaluate = trace_stage_evaluation(*step, example.evaluate, device=device, capture=capture)
     logger.info(f"stage {number}: traced in {time.perf_counter() - begin:.1f} s, {len(train.gm.graph.nodes)} nodes")
     return train, evaluate
 

@@ -12,7 +12,6 @@ from torchtitan_graph import rates
 from torchtitan_graph.analysis import cost
 from torchtitan_graph.analysis.cost import Costs, Estimate, Link, estimate, fused_kernels
 from torchtitan_graph.analysis.liveness import Memories, readers_of_memory
-from torchtitan_graph.ops import row_loss
 from torchtitan_graph.torch_private.fake import FakeTensorMode
 
 c10d = torch.ops._c10d_functional
@@ -100,23 +99,6 @@ def test_what_takes_rows_of_a_table_reads_no_others() -> None:
 def test_what_is_read_counts_once_and_what_is_overwritten_does_not(fn: Callable, moved: int) -> None:
     *_, node = (n for n in graph_of(fn).graph.nodes if n.op == "call_function")
     assert cost.touched(node) == 4 * moved
-
-
-@pytest.mark.parametrize(("dtype", "forward", "backward"), [(torch.bfloat16, 14, 36), (torch.float32, 8, 32)])
-def test_a_loss_by_rows_goes_through_its_logits_several_times(dtype: torch.dtype, forward: int, backward: int) -> None:
-    """Bytes for each logit; those in fp32 are not cast. See tests/unit/plan/test_roofline.py for the terms."""
-    with FakeTensorMode():
-        gm = make_fx(lambda x, labels: row_loss.cross_entropy_backward_(x, *_loss_and_more(x, labels)))(
-            torch.empty(N, N, dtype=dtype), torch.empty(N, dtype=torch.int64)
-        )
-    for target, expected in ((row_loss.cross_entropy, forward), (row_loss.cross_entropy_backward_, backward)):
-        (node,) = gm.graph.find_nodes(op="call_function", target=target)
-        assert cost.touched(node) / N**2 == pytest.approx(expected, rel=0.01)  # and a little for each row
-
-
-def _loss_and_more(logits_TV: Tensor, labels_T: Tensor) -> tuple[object, ...]:
-    loss, total = row_loss.cross_entropy(logits_TV, labels_T, -100)
-    return loss, labels_T, total, -100
 
 
 def test_what_is_waited_for_at_once_is_exposed() -> None:

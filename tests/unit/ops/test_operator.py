@@ -119,7 +119,6 @@ OWN = {str(op).split(".")[1] for op in operator._DECLARED if str(op).startswith(
 # copies, so they name them.
 COMPUTE = ("ops/", "models/", "quantize/", "loss.py", "check/kernels.py", "parallel/dispatch.py")
 INSERT = ("bucket_collectives", "offload_activations", "overlap_copies", "rest_on_host")
-INSERT += ("reuse_logits", "reuse_sharded_logits")
 EXCEPTIONS = tuple(f"passes/{name}.py" for name in INSERT)
 
 

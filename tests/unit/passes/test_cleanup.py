@@ -9,6 +9,7 @@ from toy import aten, bitwise, calls, run_toy, toy, trace_toy
 
 from torchtitan_graph.capture.trace import minimal_fx_tracer
 from torchtitan_graph.errors import UserError
+from torchtitan_graph.ops.loss import cross_entropy_backward_, cross_entropy_terms
 from torchtitan_graph.passes.cleanup import cleanup
 
 
@@ -251,3 +252,21 @@ def test_a_step_with_its_optimizer_writes_to_its_inputs_and_is_refused() -> None
 
     with pytest.raises(UserError, match="cleanup: .* in place to an input"):
         cleanup(minimal_fx_tracer(step, module=model, optimizer=optimizer)(torch.ones(1, 2)).gm)
+
+
+@pytest.mark.parametrize("is_read", [False, True])
+def test_the_losss_gradient_is_written_over_logits_unless_they_are_read_later(is_read: bool) -> None:
+    labels_T = torch.tensor([1, 0])
+
+    def step(x: Tensor) -> Tensor:
+        logits = x * 2
+        view = logits.view(-1)
+        largest_T, log_T, target_T = cross_entropy_terms(logits, labels_T)
+        gradient = cross_entropy_backward_(logits, labels_T, largest_T, log_T, torch.ones(2))
+        return gradient.sum() + (view.sum() if is_read else target_T.sum())
+
+    x = torch.randn(2, 5)
+    traced = minimal_fx_tracer(step)(x)
+    gm = cleanup(traced.gm)
+    assert bool(calls(gm, cross_entropy_backward_)) != is_read
+    assert torch.equal(gm(x)[0], step(x))

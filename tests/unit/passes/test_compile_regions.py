@@ -26,10 +26,10 @@ from torchtitan_graph.config import job
 from torchtitan_graph.data.batch import Batch
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph import edit, meta
+from torchtitan_graph.graph.blocks import loss_of
 from torchtitan_graph.loss import cross_entropy
 from torchtitan_graph.models import llama3
 from torchtitan_graph.models.spec import load_family
-from torchtitan_graph.ops.row_loss import cross_entropy_backward_
 from torchtitan_graph.parallel.layout import Layout, ParallelDims
 from torchtitan_graph.parallel.recompute import Recompute
 from torchtitan_graph.parallel.storage import Precision, buckets, plan_storage
@@ -199,8 +199,7 @@ def test_inductor_is_still_wrong_about_subgraphs_on_a_cpu() -> None:
 
 def test_the_loss_is_what_lies_between_the_last_modules_forward_and_its_backward() -> None:
     gm, _ = llama()
-    tag_regions(gm, [LOSS])
-    (nodes,) = tagged(gm).values()
+    nodes = loss_of(gm)
     assert {meta.phase(n) for n in nodes} == {"forward", "backward"} and not any(map(meta.module, nodes))
     assert torch.ops.aten.cos.default not in {n.target for n in nodes}, "the rope tables come before the modules"
 
@@ -376,7 +375,7 @@ def test_where_nothing_runs_regions_are_cut_out_and_not_compiled(caplog: pytest.
     assert len(tagged(gm)) == 4 and peak_memory(gm).num_bytes == before and bitwise(run_toy(gm), expected)
 
 
-def test_whole_is_cut_at_waits_and_leaves_what_writes(uncompiled: Compiled, layout_of: Callable[..., Layout]) -> None:
+def test_whole_is_cut_at_waits(uncompiled: Compiled, layout_of: Callable[..., Layout]) -> None:
     model = toy()
     gm = trace_toy(model)
     storages = plan_storage(model, layout_of(dp_shard=4), Precision())
@@ -385,20 +384,11 @@ def test_whole_is_cut_at_waits_and_leaves_what_writes(uncompiled: Compiled, layo
         gm.graph.lint()
     aten = [n for n in gm.graph.nodes if isinstance(n.target, torch._ops.OpOverload) and n.target.namespace == "aten"]
     by_index = calls(gm, torch.ops.aten.embedding_dense_backward.default)  # stays too
-    assert all(meta.role(n) or edit.is_view(n) or n in by_index for n in aten) and calls(gm, cross_entropy_backward_)
+    assert all(meta.role(n) or edit.is_view(n) or n in by_index for n in aten)
     assert len([n for n in gm.graph.nodes if meta.region(n) and n.target is not operator.getitem]) > 6
     order = [n for n in gm.graph.nodes if n.target is WAIT or meta.region(n)]
     forward = [n.target is WAIT for n in order if meta.phase(n) == "forward"]
     assert forward.count(True) > 2 and sorted(forward, reverse=True) != forward, "not all weights come first"
-
-
-def test_a_loss_in_the_logits_memory_stays(uncompiled: Compiled) -> None:
-    for disabled, is_compiled in (([], False), (["reuse_logits"], True)):
-        gm = trace_toy(toy())
-        for each in passes(PassPlan({}, blocks(), (), regions={LOSS: {}})):
-            gm = gm if each.name in disabled or each.required and each.name != "cleanup" else each.run(gm)
-        assert bool(uncompiled) == is_compiled
-        assert bool(calls(gm, cross_entropy_backward_)) != is_compiled
 
 
 def test_a_region_that_can_not_be_compiled_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,5 @@
 """The roofline against closed forms, and against the forecast that prices the same graph."""
 
-import dataclasses
 import json
 import runpy
 from collections.abc import Sequence
@@ -148,16 +147,7 @@ def loss_bytes(found: Roofline, how: str) -> float:
     return found.by_class(how)[LOSS].moved / logits
 
 
-def test_a_loss_by_rows_goes_through_its_logits_as_its_kernels_do(one: Roofline) -> None:
-    """A cast, the logarithms; in backward again, then their gradient, which is zeros first, and the logits', cast."""
-    of_torch = dataclasses.replace(one.job.config.training, loss_implementation="torch")
-    found = roofline(dataclasses.replace(one.job.config, training=of_torch), 1, H100)
-    forward, backward = (2 + 4) + (4 + 4), (2 + 4) + (4 + 4) + 4 + (4 + 4 + 4) + (4 + 2)
-    assert loss_bytes(found, UNFUSED) == pytest.approx(forward + backward, rel=0.02)  # and a little for each row
-    assert loss_bytes(found, FUSED) < 12  # it is read once and written once, beside weights that are cast
-
-
-def test_a_fused_loss_reads_its_logits_twice_and_writes_them_once(one: Roofline) -> None:
+def test_the_loss_reads_its_logits_twice_and_writes_them_once(one: Roofline) -> None:
     numbers_of_a_row = 100 / V  # bytes, in fp32, that are no logits
     assert 2 + 2 + 2 < loss_bytes(one, UNFUSED) < 2 + 2 + 2 + numbers_of_a_row
 

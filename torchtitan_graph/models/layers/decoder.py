@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -286,15 +286,22 @@ class Decoder(nn.Module):
         *,
         side_outputs: bool = False,
         only: Container[str] | None = None,
+        loss: Callable[[nn.Module, Tensor, int], Tensor] | None = None,
     ) -> Any:
         """Return the logits (B, L, V); with `side_outputs` also `SideOutputs`, for a training step.
 
-        With `only` run just the modules of those names, a pipeline stage's: the input is the previous stage's
-        activation in place of tokens, the result this stage's in place of logits.
+        Args:
+            only: run just the modules of these names, a pipeline stage's: the input is the previous stage's activation
+                in place of tokens, the result this stage's in place of logits.
+            loss: function of the output layer, its input, and the number of tokens further ahead that the logits are
+                for; its results take the place of all logits, which nothing else reads.
         """
 
         def runs(name: str) -> bool:
             return only is None or name in only
+
+        def project(x_BLD: Tensor, ahead: int = 0) -> Tensor:
+            return self.output(x_BLD) if loss is None else loss(self.output, x_BLD, ahead)
 
         if positions_BL is None:
             positions_BL = torch.arange(tokens_BL.shape[1], device=tokens_BL.device).expand_as(tokens_BL)
@@ -311,11 +318,11 @@ class Decoder(nn.Module):
                 x_BLD, routing = result if isinstance(result, tuple) else (result, None)
                 _note(beside, experts, name, routing)
         x_BLD = self.norm(x_BLD) if runs("norm") else x_BLD
-        logits_BLV = self.output(x_BLD) if runs("output") else x_BLD
+        result = project(x_BLD) if runs("output") else x_BLD
         if not side_outputs:
-            return logits_BLV
-        ahead = self._look_ahead(tokens_BL, x_BLD, rope, masks, beside, experts)
-        return logits_BLV, beside._replace(ahead=ahead, ahead_weight=self.ahead_weight, experts=experts)
+            return result
+        ahead = self._look_ahead(tokens_BL, x_BLD, rope, masks, beside, experts, project)
+        return result, beside._replace(ahead=ahead, ahead_weight=self.ahead_weight, experts=experts)
 
     def _look_ahead(
         self,
@@ -325,9 +332,10 @@ class Decoder(nn.Module):
         masks: Mapping[str, Mask],
         beside: SideOutputs,
         experts: list[Tensor],
+        project: Callable[[Tensor, int], Tensor],
     ) -> list[Tensor]:
-        """Return the logits of each `AheadBlock`, for training."""
-        ahead = []
+        """Return the logits of each `AheadBlock`, or their losses, for training."""
+        ahead: list[Tensor] = []
         for name, block in self.blocks.items():
             if isinstance(block, AheadBlock):
                 # The last position gets the row's first token here; it is in no loss, and no other position sees it.
@@ -335,7 +343,7 @@ class Decoder(nn.Module):
                 embedding_BLD = self.tok_embeddings(tokens_BL)
                 x_BLD, normed_BLD, routing = block(x_BLD, embedding_BLD, rope=rope, mask=masks[block.mask])
                 _note(beside, experts, name, routing)
-                ahead.append(self.output(normed_BLD))
+                ahead.append(project(normed_BLD, len(ahead) + 1))
         return ahead
 
 

@@ -1,4 +1,4 @@
-"""The numbers of the fused loss' kernels, by Triton's interpreter on a CPU."""
+"""The numbers of the loss' kernels, by Triton's interpreter on a CPU."""
 
 import os
 from typing import Any

@@ -1,20 +1,16 @@
-"""The fused loss: torch's cross entropy up to rounding, and the same bits in the logits' memory as in its own."""
+"""The loss: torch's cross entropy, bit for bit on a CPU; in the logits' memory, in chunks, of a sharded vocabulary."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from torchtitan_graph import loss as losses
 from torchtitan_graph.check import kernels
-from torchtitan_graph.ops import fused_loss
-from torchtitan_graph.ops.fused_loss import (
-    fused_cross_entropy,
-    fused_cross_entropy_backward,
-    fused_cross_entropy_backward_,
-    fused_cross_entropy_terms,
-)
+from torchtitan_graph.data.batch import IGNORE_INDEX
+from torchtitan_graph.ops.loss import cross_entropy_backward, cross_entropy_backward_, cross_entropy_terms
 
-IGNORED = -100
+ONE = torch.ones(())
 # Of the sum in fp32 or fp64, relative; and of the gradient, which is rounded to the logits' dtype.
 CLOSE = {torch.float64: (1e-14, 1e-14), torch.float32: (1e-6, 1e-6), torch.bfloat16: (1e-6, 3e-3)}
 
@@ -22,7 +18,7 @@ CLOSE = {torch.float64: (1e-14, 1e-14), torch.float32: (1e-6, 1e-6), torch.bfloa
 def inputs(T: int, V: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     labels_T = torch.randint(V, (T,), generator=generator)
-    labels_T[1::3] = IGNORED
+    labels_T[1::3] = IGNORE_INDEX
     return (torch.randn(T, V, generator=generator) * 3).to(dtype), labels_T
 
 
@@ -37,7 +33,7 @@ def errors(found: tuple[Tensor, Tensor], logits_TV: Tensor, labels_T: Tensor) ->
 
 def loss_and_gradient(logits_TV: Tensor, labels_T: Tensor) -> tuple[Tensor, Tensor]:
     logits_TV = logits_TV.detach().requires_grad_()
-    loss = fused_cross_entropy(logits_TV, labels_T, IGNORED)
+    loss = losses.cross_entropy(logits_TV[None], labels_T[None], ONE)
     return loss.detach(), *torch.autograd.grad(loss / 3, [logits_TV])
 
 
@@ -47,13 +43,14 @@ def of_ranks(logits_TV: Tensor, labels_T: Tensor, degree: int, first: int | None
     parts = logits_TV.detach().chunk(degree, dim=1)
     begins = [rank * parts[0].shape[1] for rank in range(degree)]
     begins[1] = begins[1] if first is None else first
-    gathered = [fused_cross_entropy_terms(part, labels_T - begin) for part, begin in zip(parts, begins, strict=True)]
+    gathered = [cross_entropy_terms(part, labels_T - begin) for part, begin in zip(parts, begins, strict=True)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fused_loss, "_gathered", lambda terms_3T, degree, group: torch.cat(gathered))
+        patch.setattr(losses, "_gathered", lambda terms_3T, part: torch.cat(gathered))
         made = []
         for part, begin in zip(parts, begins, strict=True):
             leaf = part.clone().requires_grad_()
-            loss = fused_cross_entropy(leaf, labels_T, IGNORED, begin, degree, "of the test")
+            of_rank = losses._Part(begin, degree, "of the test")
+            loss = losses._CrossEntropy.apply(leaf, labels_T, of_rank, False)
             made.append((loss.detach(), *torch.autograd.grad(loss / 3, [leaf])))
     assert all(torch.equal(loss, made[0][0]) for loss, _ in made)
     return made[0][0], torch.cat([gradient for _, gradient in made], dim=1)
@@ -69,6 +66,35 @@ def test_numbers(T: int, V: int, dtype: torch.dtype) -> None:
     assert all(x <= bound for x, bound in zip(far, CLOSE[dtype], strict=True)), far
     other_T = labels_T.roll(1) if T > 1 else 1 - labels_T
     assert min(errors(found, logits_TV, other_T)) > 0.001
+
+
+@pytest.mark.parametrize("dtype", CLOSE)
+def test_on_a_cpu_it_has_the_bits_of_torchs(dtype: torch.dtype) -> None:
+    logits_TV, labels_T = inputs(300, 509, dtype)
+    leaf = logits_TV.clone().requires_grad_()
+    expected = F.cross_entropy(leaf.to(torch.promote_types(dtype, torch.float32)), labels_T, reduction="sum")
+    (expected / 3).backward()
+    loss, gradient_TV = loss_and_gradient(logits_TV, labels_T)
+    assert torch.equal(loss, expected.detach()) and torch.equal(gradient_TV, leaf.grad)
+
+
+@pytest.mark.parametrize("dtype", CLOSE)
+@pytest.mark.parametrize("chunks", [3, 50])
+def test_in_chunks_the_loss_is_the_same_and_its_gradients_up_to_rounding(chunks: int, dtype: torch.dtype) -> None:
+    """Nineteen chunks are the most of nineteen rows, and 3 don't divide them."""
+    generator = torch.Generator().manual_seed(0)
+    x_BLD, labels_BL = torch.randn(1, 19, 8, generator=generator).to(dtype), inputs(19, 509, dtype)[1][None]
+    output = torch.nn.Linear(8, 509, bias=False, dtype=dtype)
+    found = []
+    for number in (1, chunks):
+        x_BLD = x_BLD.detach().requires_grad_()
+        loss = losses.cross_entropy(x_BLD, labels_BL, torch.tensor(7), output, chunks=number)
+        found.append((loss.detach(), *torch.autograd.grad(loss, [x_BLD, output.weight])))
+    (expected, *gradients), (loss, *others) = found
+    torch.testing.assert_close(loss, expected, rtol=1e-14 if dtype == torch.float64 else 1e-6, atol=0)
+    for gradient, other in zip(gradients, others, strict=True):
+        assert other.dtype == dtype
+        assert (other - gradient).norm() <= 3 * CLOSE[dtype][1] * gradient.norm()
 
 
 @pytest.mark.parametrize("dtype", CLOSE)
@@ -96,18 +122,11 @@ def test_a_rank_whose_logits_are_all_the_least_changes_nothing() -> None:
 @pytest.mark.parametrize("dtype", CLOSE)
 def test_the_gradient_in_the_logits_memory(dtype: torch.dtype) -> None:
     logits_TV, labels_T = inputs(77, 3011, dtype)
-    largest_T, sum_T, _ = fused_cross_entropy_terms(logits_TV, labels_T)
-    rows = labels_T, largest_T, sum_T.log(), torch.full_like(sum_T, 1 / 3)
-    apart = fused_cross_entropy_backward(logits_TV, *rows)
-    written = fused_cross_entropy_backward_(logits_TV, *rows)
+    largest_T, log_T, _ = cross_entropy_terms(logits_TV, labels_T)
+    rows = labels_T, largest_T, log_T, torch.full_like(log_T, 1 / 3)
+    apart = cross_entropy_backward(logits_TV, *rows)
+    written = cross_entropy_backward_(logits_TV, *rows)
     assert written.data_ptr() == logits_TV.data_ptr() and torch.equal(written, apart)
-
-
-def test_the_ignored_label_may_be_a_class() -> None:
-    logits_TV, labels_T = inputs(40, 5, torch.float32)
-    labels_T = labels_T.clamp(min=0)
-    expected = F.cross_entropy(logits_TV, labels_T, reduction="sum", ignore_index=0)
-    torch.testing.assert_close(fused_cross_entropy(logits_TV, labels_T, 0), expected)
 
 
 @pytest.mark.parametrize("label", [-5, 8])
@@ -118,17 +137,17 @@ def test_a_label_that_is_no_class_makes_the_loss_infinite(label: int) -> None:
 
 def test_torch_can_trace_and_differentiate_it() -> None:
     logits_TV, labels_T = inputs(7, 11, torch.float64)
-    torch.library.opcheck(fused_cross_entropy_terms, (logits_TV, labels_T))
-    torch.library.opcheck(fused_cross_entropy_backward, (logits_TV, labels_T, *torch.rand(3, 7, dtype=torch.float64)))
-    torch.autograd.gradcheck(lambda x: fused_cross_entropy(x, labels_T, IGNORED), logits_TV.requires_grad_())
+    torch.library.opcheck(cross_entropy_terms, (logits_TV, labels_T))
+    torch.library.opcheck(cross_entropy_backward, (logits_TV, labels_T, *torch.rand(3, 7, dtype=torch.float64)))
+    torch.autograd.gradcheck(lambda x: losses.cross_entropy(x[None], labels_T[None], ONE), logits_TV.requires_grad_())
 
 
 def test_a_kernel_that_is_off_is_found_by_what_check_gpu_compares(monkeypatch: pytest.MonkeyPatch) -> None:
     found = dict(kernels.kernels_off("cpu"))
-    names = ["fused loss", "rotation", "rotation, interleaved", "SwiGLU", "ClampedSwiGLU", "varlen attention"]
+    names = ["loss", "rotation", "rotation, interleaved", "SwiGLU", "ClampedSwiGLU", "varlen attention"]
     assert [*found] == names
-    assert found.pop("fused loss") < 1e-6 and max(found.values()) < 1e-2
-    for name, operator in (("fused loss", "fused_cross_entropy"), ("rotation", "rotate"), ("SwiGLU", "swiglu")):
+    assert found.pop("loss") < 1e-6 and max(found.values()) < 1e-2
+    for name, operator in (("loss", "cross_entropy"), ("rotation", "rotate"), ("SwiGLU", "swiglu")):
         right = getattr(kernels, operator)
         with monkeypatch.context() as patch:
             patch.setattr(kernels, operator, lambda *args, right=right, **kwargs: 1.05 * right(*args, **kwargs))

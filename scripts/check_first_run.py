@@ -12,7 +12,7 @@ from torchtitan_graph.data import load_tokenizer
 from torchtitan_graph.data.entropy import unigram_entropy
 from torchtitan_graph.data.open_corpus import validation_corpus
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.metrics.records import read_records
+from torchtitan_graph.metrics.jsonl import read_records
 
 
 class Step(TypedDict):

@@ -28,7 +28,7 @@ from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import init_logging, logger
 from torchtitan_graph.patience import is_away
 from torchtitan_graph.run.failure import CONFIGURATION, FAULT, STORAGE_AWAY, RankFailure
-from torchtitan_graph.run.files import read_json
+from torchtitan_graph.run.files import read_record
 
 # The signal sent to workers for each signal to the launcher.
 PASSED_ON = {number: number for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
@@ -204,7 +204,7 @@ class Launch:
     def tell(self, attempt: int, failures: dict[int, Any]) -> int:
         """Log why the first rank failed, and a line for each other one. Return its exit code; 0 if none failed."""
         stopped = {stop.exit_code(number) for number in self._signals}
-        records = [read_json(file, RankFailure) for file in self.folder.glob(f"{attempt}.*.json")]
+        records = [read_record(file, RankFailure) for file in self.folder.glob(f"{attempt}.*.json")]
         ends = [_reported(record, stopped) for record in records if record is not None]
         told = {end.rank for end in ends}
         silent = {rank: failure for rank, failure in failures.items() if rank not in told}

@@ -29,10 +29,9 @@ from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import init_logging, logger
 from torchtitan_graph.parallel.join import connect, meet
 from torchtitan_graph.run.failure import BAD_NODE, CONFIGURATION, write_bad_node
-from torchtitan_graph.run.files import write_text
 from torchtitan_graph.run.folder import check_place
 from torchtitan_graph.run.identity import identity
-from torchtitan_graph.small_files import BadFile, read_text
+from torchtitan_graph.small_files import BadFile, read_text, write_text
 
 REPORT_WITHIN_S = 30.0  # after rank 0 has started: Python and torch may come from a slow file system
 COMMUNICATE_WITHIN_S = 15.0
@@ -202,12 +201,7 @@ def _node_of(rank: int, world_size: int) -> str:
 
 def _answer_for_clock(store: dist.TCPStore, rank: int) -> None:
     try:
-        store.wait(
-            [
-                f"clock?/{rank}",
-            ],
-            datetime.timedelta(seconds=2 * REPORT_WITHIN_S),
-        )
+        store.wait([f"clock?/{rank}"], datetime.timedelta(seconds=2 * REPORT_WITHIN_S))
         store.set(f"clock/{rank}", repr(time.time()))
     except RuntimeError:  # rank 0 is gone, and the next wait reports it
         pass

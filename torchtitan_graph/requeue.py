@@ -19,10 +19,10 @@ from torchtitan_graph.config import load
 from torchtitan_graph.errors import UserError, printable
 from torchtitan_graph.patience import find_full_disk, is_away
 from torchtitan_graph.run.failure import BAD_NODE, CONFIGURATION, FAULT, FINAL, STORAGE_AWAY, read_failures
-from torchtitan_graph.run.files import read_json, write_json, write_text
+from torchtitan_graph.run.files import read_record, write_json
 from torchtitan_graph.run.lock import is_held_by_another
 from torchtitan_graph.run.status import FINISHED, STOPPED, read_status
-from torchtitan_graph.small_files import Count
+from torchtitan_graph.small_files import Count, write_text
 
 MAX_FRUITLESS = 3  # attempts in a row without progress: then somebody must look
 MAX_NODE_FAILURES = 2  # of one node in one job: then the job excludes the node
@@ -117,7 +117,7 @@ def end_attempt(folder: Path, job_id: str, restart: int, down: list[str], told_t
 
 def _attempts(folder: Path, job_id: str) -> list[Attempt]:
     """Return the recorded attempts of a job."""
-    history = read_json(folder / NAME, History)
+    history = read_record(folder / NAME, History)
     return history["attempts"] if history and history["job_id"] == job_id else []
 
 

@@ -1,10 +1,11 @@
-"""Readers of small files from any source: bounded, and checked before use.
+"""Bounded, checked reads of small files from any source, and atomic writes.
 
 Every reader of an index, a configuration or a state opens its file here. No file makes the reader wait for ever (a
 FIFO, a device), use memory without bound (a sparse file of terabytes, a small archive of a huge text, millions of empty
-lists), or leave with an error of another type than `BadFile`.
+lists), or raise an error of another type than `BadFile`.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -41,9 +42,7 @@ class BadFile(UserError):
 def open_small(path: Path, max_bytes: int = MAX_BYTES) -> BinaryIO:
     """Open a regular file of at most `max_bytes` for reading.
 
-    Raises:
-        BadFile: it is something else (a FIFO, a device, a folder), or larger.
-        OSError: as `open`, so that a caller can tell a missing file, or a transient I/O error.
+    Raises BadFile if it is something else (a FIFO, a device, a folder), or larger; OSError as `open`.
     """
     # Without O_NONBLOCK, opening a FIFO waits until somebody writes to it.
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0))
@@ -87,11 +86,7 @@ def read_text(path: Path, max_bytes: int = MAX_BYTES) -> str:
 
 
 def gunzip(content: bytes, where: Path | str, max_bytes: int = MAX_BYTES) -> bytes:
-    """Return unpacked gzip, without unpacking more than `max_bytes`.
-
-    Raises:
-        BadFile: it is not gzip, is not whole, or is larger unpacked.
-    """
+    """Return unpacked gzip; raise BadFile if it is not gzip, is not whole, or is larger than `max_bytes` unpacked."""
     unpacker = zlib.decompressobj(zlib.MAX_WBITS | 16)
     try:
         text = unpacker.decompress(content, max_bytes + 1)
@@ -104,22 +99,27 @@ def gunzip(content: bytes, where: Path | str, max_bytes: int = MAX_BYTES) -> byt
     return text
 
 
-def read_json(path: Path, schema: type[T], max_bytes: int = MAX_BYTES) -> T:
-    """Return a small JSON file's content, of a type such as a TypedDict; raises like `open_small` and `parse_json`."""
+def read_json(path: Path, schema: type[T], max_bytes: int = MAX_BYTES, where: str = "") -> T:
+    """Return a small JSON file's content, of a type such as a TypedDict; raises like `open_small` and `parse_json`.
+
+    where: the file's name in messages about its content; by default its path.
+    """
     content = read_small(path, max_bytes)
-    found = parse_json(content, schema, path)
-    check_characters(content, found, path)
+    found = parse_json(content, schema, where or path)
+    if re.search(rb"\\u[dD][89a-fA-F]", content):  # seldom: a pair is a character beyond the first 65,536
+        try:
+            json.dumps(found, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise _lone_surrogate(error, where or path) from error
     return found
 
 
 def parse_json(content: bytes | str, schema: type[T], where: Path | str, max_values: int = MAX_VALUES) -> T:
     """Return the value of a JSON text, checked against a type: `dict[str, Any]`, a TypedDict, ...
 
-    A TypedDict's keys are required unless they are NotRequired; keys that it doesn't name are left out. The caller
-    bounds the size of the text; this bounds the number of its values, their depth, and the length of its integers.
-
-    Raises:
-        BadFile: it is not JSON, or not of that type: says where.
+    Keys that a TypedDict doesn't name are left out. The caller bounds the size of the text; this bounds the number of
+    its values, their depth, and the length of its integers. Raises BadFile with the place if the text is not JSON, or
+    not of that type.
     """
     if isinstance(content, str):
         content = content.encode(errors="surrogatepass")
@@ -135,17 +135,13 @@ def parse_json(content: bytes | str, schema: type[T], where: Path | str, max_val
 
 
 def check_type(value: Any, schema: type[T], where: Path | str) -> T:
-    """Return a parsed value converted to a type, like `parse_json`.
-
-    Raises:
-        BadFile: it is of another type.
-    """
+    """Return a parsed value converted to a type, like `parse_json`; raise BadFile if it is of another."""
     try:
         return msgspec.convert(value, schema)
     except msgspec.ValidationError as error:
         raise BadFile(f"{where}: is not what is stored there: {_in_words(str(error))}") from error
     except UnicodeEncodeError as error:
-        raise _half_of_a_pair(error, where) from error
+        raise _lone_surrogate(error, where) from error
 
 
 def check_values(content: bytes, where: Path | str, max_values: int = MAX_VALUES) -> None:
@@ -166,11 +162,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def parse_toml(text: str, where: Path | str) -> dict[str, Any]:
-    """Return the content of a TOML text.
-
-    Raises:
-        BadFile: it is not TOML, or is nested too deeply.
-    """
+    """Return the content of a TOML text; raise BadFile if it is not TOML, or is nested too deeply."""
     # A name of very many parts takes tomllib quadratic time and memory. Parts have other characters in quotes only:
     # such names are found by their depth.
     names = re.split(r"[^\w\"' \t.-]+|\.\.+", text)
@@ -184,6 +176,31 @@ def parse_toml(text: str, where: Path | str) -> dict[str, Any]:
     except ValueError as error:  # TOMLDecodeError among them, and an integer of thousands of digits
         raise BadFile(f"{where}: is not valid TOML: {error}") from error
     return found
+
+
+def write_text(path: Path, content: str) -> None:
+    """Replace a file's content atomically: a reader, or a kill at any moment, finds old or new, an error old."""
+    tmp = path.with_name(f"{path.name}.tmp")
+    try:
+        tmp.unlink(missing_ok=True)  # a FIFO of that name would block
+        with tmp.open("w", encoding="utf-8") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(tmp, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            tmp.unlink()
+        raise
+
+
+def sync(path: Path) -> None:
+    """Flush a file, or a folder's entries, to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _parse_int(digits: str) -> int:
@@ -208,16 +225,7 @@ def _check_depth(value: Any) -> None:
         ]
 
 
-def check_characters(content: bytes, value: Any, where: Path | str) -> None:
-    """Raise BadFile where a JSON text, parsed as `value`, has half a surrogate pair, which is no character."""
-    if re.search(rb"\\u[dD][89a-fA-F]", content):  # seldom: a pair is a character beyond the first 65,536
-        try:
-            json.dumps(value, ensure_ascii=False).encode()
-        except UnicodeEncodeError as error:
-            raise _half_of_a_pair(error, where) from error
-
-
-def _half_of_a_pair(error: UnicodeEncodeError, where: Path | str) -> BadFile:
+def _lone_surrogate(error: UnicodeEncodeError, where: Path | str) -> BadFile:
     half = ascii(error.object[error.start])[1:-1]
     return BadFile(f"{where}: is not JSON: {half} is half of a surrogate pair, and no character")
 

@@ -169,7 +169,7 @@ class Trainer:
                 scope_table=self.scope_table,
                 of_all_stages=self.layout.of_all_stages,
             ) as metrics,
-            maybe_profile(config.profiling, self.blueprint.dump_folder, self.rank, self.step) as profiler,
+            maybe_profile(config.profiling, self.blueprint.dump_folder, self.rank, self.step) as profiler_step,
             self.checkpointer,
             HangWatch(config.comm, self.blueprint.dump_folder, self.rank) as hang,
         ):
@@ -199,7 +199,7 @@ class Trainer:
                         self.checkpointer.save(self.step, self._train_state())
                     else:
                         self.checkpointer.maybe_save(self.step, self._train_state, last=last)
-                profiler.step()
+                profiler_step()
                 if last or self.stop_signal:
                     break
             if last and config.checkpoint.last_save_in_hf:
@@ -254,7 +254,7 @@ class Trainer:
         It includes each rank's signal, so that all stop after the same step, and the state of its saves.
         """
         # Numbers as kernels' arguments: `new_tensor` would copy them from the host's memory, and wait for that.
-        mine = [loss, loss.new_full((), self.checkpointer.news()), loss.new_full((), stop.received())]
+        mine = [loss, loss.new_full((), self.checkpointer.flags()), loss.new_full((), stop.received())]
         gathered = loss.new_empty(dist.get_world_size(), len(mine))
         dist.all_gather(list(gathered.unbind()), torch.stack(mine))
         by_source = None
@@ -273,7 +273,7 @@ class Trainer:
     def _loss_if_finite(self, read: Read) -> float:
         """Return the loss of all ranks; raise if it or the norm is not finite: then no parameter is changed."""
         self.stop_signal = read.signal
-        self.checkpointer.hear(read.of_saves)
+        self.checkpointer.check_flags(read.of_saves)
         if not (wrong := read.not_finite()):
             return self.layout.total_loss(read.losses)
         gradients = ranks_with_non_finite_gradients(self.model.parameters(), self.device)

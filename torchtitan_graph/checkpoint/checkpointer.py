@@ -4,7 +4,6 @@ import os
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -14,13 +13,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.optim.lr_scheduler import LRScheduler
 
 from torchtitan_graph.checkpoint.choose import choose_undamaged
-from torchtitan_graph.checkpoint.folder import (
-    TRAIN_STATE,
-    find_damage,
-    find_problem,
-    read_train_state,
-    step_folder,
-)
+from torchtitan_graph.checkpoint.folder import TRAIN_STATE, find_damage, find_problem, read_train_state, step_folder
 from torchtitan_graph.checkpoint.metadata import METADATA, read_metadata
 from torchtitan_graph.checkpoint.save import SaveError, Saver
 from torchtitan_graph.checkpoint.tensors import load_tensors, saved_tensors
@@ -31,12 +24,10 @@ from torchtitan_graph.log import logger
 from torchtitan_graph.parallel.agree import RanksFailed, files_group, on_all_ranks, on_rank_0
 from torchtitan_graph.parallel.chunk import chunk_of
 
-# A rank's flags for all others in every step: see `Checkpointer.news`.
-DUE, FAILED = 1, 2
+DUE, FAILED = 1, 2  # a rank's flags, which all ranks gather in every step: see `Checkpointer.flags`
 
 # The parts of the trainer's state, by their names in checkpoint.exclude_from_loading.
 TRAINER_PARTS = {"dataloader": ("data",), "train_state": ("step", "tokens_seen", "tokens_by_source", "rng")}
-
 
 # Suffix of the buffers with float8 delayed scaling's history of earlier steps. A resumed run needs them; a model is
 # complete without them.
@@ -48,7 +39,7 @@ class Checkpointer:
 
     A checkpoint is a folder `step-N` with the tensors as `model.NAME` and `optim.NAME.KEY`, NAME being a parameter's
     name in the model, all else in `train_state.json`, and `run_config` in `config.toml`. All ranks call each method
-    together, except `news`. Used as a context, it waits at the end for the running save.
+    together, except `flags`. Used as a context, it waits at the end for the running save.
     """
 
     def __init__(
@@ -74,9 +65,7 @@ class Checkpointer:
     def __enter__(self) -> "Checkpointer":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         try:
             self.saver.wait()
         except SaveError as failure:
@@ -84,20 +73,19 @@ class Checkpointer:
                 raise
             logger.error(str(failure))  # the run ends with another error
 
-    def news(self) -> int:
-        """Return this rank's flags for the others: DUE if its clock says so, FAILED if a save failed."""
+    def flags(self) -> int:
+        """Return this rank's flags: DUE if a save is due by the clock, FAILED if a save failed."""
         minutes = self.config.interval_minutes
         due = minutes > 0 and time.monotonic() - self._begin >= 60 * minutes
         return DUE * due + FAILED * self.saver.has_failed()
 
-    def hear(self, news: list[int]) -> None:
-        """Process every rank's news of this step, in rank order. Rank 0's clock counts for all.
+    def check_flags(self, by_rank: list[int]) -> None:
+        """Apply the flags that all ranks gathered in this step. Rank 0's clock counts for all.
 
-        Raises:
-            SaveError: a save failed; on all ranks in the same step, so that none waits for the others.
+        If a save failed, raises SaveError on all ranks in the same step, so that none waits for the others.
         """
-        self._time_is_up = bool(news[0] & DUE)
-        if failed := [rank for rank, of_rank in enumerate(news) if of_rank & FAILED]:
+        self._time_is_up = bool(by_rank[0] & DUE)
+        if failed := [rank for rank, flags in enumerate(by_rank) if flags & FAILED]:
             self.saver.wait()
             raise SaveError(f"saving a checkpoint failed on ranks {failed}, whose logs say why")
 
@@ -113,12 +101,9 @@ class Checkpointer:
     def save(self, step: int, train_state: dict[str, Any], last: bool = False) -> None:
         """Save the state after `step`, unless checkpoints are off or only loaded.
 
-        `train_state` can be written as JSON; rank 0's is saved. After the last step only the model's tensors are saved
-        if `checkpoint.last_save_model_only` says so, in `checkpoint.export_dtype` unless another folder is the export,
-        and the call waits for the save.
-
-        Raises:
-            SaveError: this save failed, or the previous one, which was running.
+        `train_state` can be written as JSON; rank 0's is saved. After the last step the call waits for the save, and
+        with `checkpoint.last_save_model_only` only the model's tensors are saved, in `checkpoint.export_dtype` unless
+        another folder is the export. Raises SaveError if this save failed, or the previous one, which was running.
         """
         if not self.config.enable or self.config.load_only:
             return
@@ -140,14 +125,11 @@ class Checkpointer:
         The folder and `checkpoint.remote_folder` are searched. Where there is none, or checkpoints are off,
         `checkpoint.initial_load_path` is loaded. Returns None if training begins at step 0: with nothing loaded, or
         with only the parameters of `initial_load_path`. The parts in `checkpoint.exclude_from_loading` are neither
-        loaded nor returned.
+        loaded nor returned. A run can't be resumed exactly from a checkpoint of only the model, so an older full one is
+        loaded instead, unless it is of the run's last step, `num_steps`, or later.
 
-        A run can't be resumed exactly from a checkpoint of only the model, so an older full one is loaded instead,
-        unless the run ends with it: unless it is of step `num_steps`, the run's number of steps, or later.
-
-        Raises:
-            UserError: there is no such checkpoint, none that can be resumed, it is damaged, or it is of another model;
-                or an address can't be read.
+        Raises UserError if there is no such checkpoint, none that can be resumed, it is damaged or of another model, or
+        an address can't be read.
         """
         path = choose_undamaged(self.folder, self.config, num_steps, self.group)
         if path is None:
@@ -155,16 +137,12 @@ class Checkpointer:
         begin = time.perf_counter()
         try:
             saved, metadata = on_all_ranks(lambda: (read_train_state(path), read_metadata(path)), self.group)
-        except RanksFailed as error:
-            raise UserError(f"checkpoint {path} can't be read ({error})") from error
-        resumed, model_only, excluded = _what_is_loaded(path, self.folder, self.config, saved)
-        self.loaded_optimizer = not model_only and "optimizer" not in excluded
-        tensors = tensors_of(self.model, self.optimizer if self.loaded_optimizer else None)
-        if model_only:
-            tensors = _but_histories(tensors, metadata)
-        kinds = ("model", "optim") if self.loaded_optimizer else ("model",)
-        _check_same_model(path, metadata, tensors, kinds, convert=model_only, group=self.group)
-        try:
+            resumed, model_only, excluded = _selection(path, self.folder, self.config, saved)
+            self.loaded_optimizer = not model_only and "optimizer" not in excluded
+            optimizer = self.optimizer if self.loaded_optimizer else None
+            tensors = _tensors_to_load(self.model, optimizer, model_only, metadata)
+            kinds = ("model", "optim") if self.loaded_optimizer else ("model",)
+            _check_same_model(path, metadata, tensors, kinds, convert=model_only, group=self.group)
             load_tensors(path, metadata, tensors, self.group)
         except RanksFailed as error:
             raise UserError(f"checkpoint {path} can't be read ({error})") from error
@@ -198,11 +176,8 @@ class Checkpointer:
         }
 
 
-def _what_is_loaded(
-    path: Path, folder: Path, config: job.Checkpoint, saved: dict[str, Any]
-) -> tuple[bool, bool, list[str]]:
-    """Return whether the run resumes from a checkpoint, whether only its model is loaded, and which parts are
-    excluded."""
+def _selection(path: Path, folder: Path, config: job.Checkpoint, saved: dict[str, Any]) -> tuple[bool, bool, list[str]]:
+    """Return whether the run resumes from a checkpoint, whether only its model is loaded, and the excluded parts."""
     resumed = config.enable and path.parent == folder
     excluded = config.exclude_from_loading if not resumed or config.load_step >= 0 else []
     return resumed, saved["model_only"] or (not resumed and config.initial_load_model_only), excluded
@@ -212,31 +187,25 @@ def check_loadable(
     path: Path, folder: Path, config: job.Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> None:
     """Check that a checkpoint has the names and shapes of this model and optimizer, before a step is built for it. A
-    damaged one passes: `Checkpointer.load` may use an older one.
+    damaged one passes: `Checkpointer.load` may use an older one. Raises UserError as that does.
 
     Args:
         path, folder: the checkpoint to load, and the folder of the run's own checkpoints.
         model: the whole model, on meta.
         optimizer: that model's, with its state; None if that is not known yet, and so not compared.
-
-    Raises:
-        UserError: as `Checkpointer.load`.
     """
     if find_damage(path, (TRAIN_STATE, METADATA)):
         return
     saved, metadata = read_train_state(path), read_metadata(path)
-    _, model_only, excluded = _what_is_loaded(path, folder, config, saved)
+    _, model_only, excluded = _selection(path, folder, config, saved)
     if model_only or "optimizer" in excluded:
         optimizer = None
-    tensors = tensors_of(model, optimizer)
-    if model_only:
-        tensors = _but_histories(tensors, metadata)
-    entries = saved_tensors(metadata)
+    tensors, entries = _tensors_to_load(model, optimizer, model_only, metadata), saved_tensors(metadata)
     # The parameters' storage dtype is not known yet.
     tensors = {name: x.to(entries[name].properties.dtype) if name in entries else x for name, x in tensors.items()}
     here = unite([parts_of({name: chunk_of(tensor) for name, tensor in tensors.items()})])
     kinds = ("model",) if optimizer is None else ("model", "optim")
-    _refuse_another(path, _find_differences(metadata, here, kinds, convert=model_only))
+    _refuse_differences(path, _find_differences(metadata, here, kinds, convert=model_only))
 
 
 def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, torch.Tensor]:
@@ -266,14 +235,13 @@ def save_model(folder: Path, model: nn.Module) -> Path:
 def load_model(path: Path, model: nn.Module) -> None:
     """Load a checkpoint, complete or of the model only, into a model, converted to the model's dtypes.
 
-    Raises:
-        UserError: `path` is no whole checkpoint, or one of another model.
+    Raises UserError if `path` is no whole checkpoint, or one of another model.
     """
     problem = "there is no such folder" if not os.path.isdir(path) else find_problem(path) or find_damage(path)
     if problem:
         raise UserError(f"{path} is no checkpoint: {problem}")
     metadata = read_metadata(path)
-    tensors = _but_histories(_model_tensors(model), metadata)
+    tensors = _tensors_to_load(model, None, True, metadata)
     _check_same_model(path, metadata, tensors, ("model",), convert=True, group=None)
     load_tensors(path, metadata, tensors)
 
@@ -284,11 +252,12 @@ def _model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return tensors | {f"model.{name}": buffer for name, buffer in model.named_buffers() if name in kept}
 
 
-def _but_histories(tensors: dict[str, torch.Tensor], metadata: Metadata) -> dict[str, torch.Tensor]:
-    """Return the tensors without the histories that a checkpoint lacks: a run that starts from its parameters has
-    none."""
-    saved = saved_tensors(metadata)
-    return {name: tensor for name, tensor in tensors.items() if name in saved or not name.endswith(_HISTORY)}
+def _tensors_to_load(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, model_only: bool, metadata: Metadata
+) -> dict[str, torch.Tensor]:
+    """Return the tensors to load; of only a model, without float8 histories that the checkpoint lacks."""
+    tensors, saved = tensors_of(model, optimizer), saved_tensors(metadata)
+    return {name: x for name, x in tensors.items() if not model_only or name in saved or not name.endswith(_HISTORY)}
 
 
 def _check_same_model(
@@ -299,39 +268,33 @@ def _check_same_model(
     convert: bool,
     group: dist.ProcessGroup | None,
 ) -> None:
-    """Raise on every rank one UserError that lists all differences between a checkpoint's tensors and those of all
-    ranks.
+    """Raise on every rank one UserError with all differences between a checkpoint's tensors and those of all ranks.
 
     Only the `kinds` that are loaded are compared: "model", and perhaps "optim".
     """
     here = held_by_all({name: chunk_of(tensor) for name, tensor in tensors.items()}, group)
-    _refuse_another(path, on_rank_0(lambda: _find_differences(metadata, here, kinds, convert), group))
+    _refuse_differences(path, on_rank_0(lambda: _find_differences(metadata, here, kinds, convert), group))
 
 
-def _refuse_another(path: Path, problems: list[str]) -> None:
-    if problems:
-        more = [f"... and {len(problems) - 20} more"] if len(problems) > 20 else []
-        lines = [*problems[:20], *more, *_advice(problems)]
-        raise UserError(f"checkpoint {path} is of another {_of_what(problems)}:\n  " + "\n  ".join(lines))
-
-
-def _of_what(problems: list[str]) -> str:
-    return "optimizer" if all("optim." in problem for problem in problems) else "model"
-
-
-def _advice(problems: list[str]) -> list[str]:
-    """Return advice where the run's configuration has changed, not its model."""
-    if _of_what(problems) == "optimizer":
-        return [
+def _refuse_differences(path: Path, problems: list[str]) -> None:
+    """Raise a UserError with the problems, if any, and with advice where the run's configuration has changed."""
+    if not problems:
+        return
+    lines, kind = problems[:20], "model"
+    if len(problems) > 20:
+        lines.append(f"... and {len(problems) - 20} more")
+    if all("optim." in problem for problem in problems):
+        kind = "optimizer"
+        lines.append(
             "go on with the run's own [optimizer], or without its state: checkpoint.load_step = N, with"
             " checkpoint.exclude_from_loading = ['optimizer']"
-        ]
-    if any(problem.endswith(_HISTORY) for problem in problems):
-        return [
-            "amax_history is what the recipe tensorwise_delayed goes on with: set model.converters and [quantize] as"
-            " the run had them, or begin another run from its parameters, by checkpoint.initial_load_path"
-        ]
-    return []
+        )
+    elif any(problem.endswith(_HISTORY) for problem in problems):
+        lines.append(
+            "amax_history is state of the recipe tensorwise_delayed: set model.converters and [quantize] as the run"
+            " had them, or begin another run from its parameters, by checkpoint.initial_load_path"
+        )
+    raise UserError(f"checkpoint {path} is of another {kind}:\n  " + "\n  ".join(lines))
 
 
 def _find_differences(metadata: Metadata, here: dict[str, Held], kinds: Collection[str], convert: bool) -> list[str]:

@@ -1,5 +1,4 @@
-"""Choose the checkpoint that a run resumes from: rank 0 by the folders, then all ranks fetch it and check for
-damage."""
+"""Choice of the checkpoint to resume from: rank 0 chooses, then all ranks fetch it and check for damage."""
 
 import os
 from pathlib import Path
@@ -8,7 +7,6 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from torchtitan_graph.checkpoint.folder import (
-    check_writable,
     clean_up,
     find_below,
     find_damage_together,
@@ -26,19 +24,19 @@ from torchtitan_graph.log import logger
 from torchtitan_graph.parallel.agree import on_rank_0
 from torchtitan_graph.patience import why_unwritable
 
-INITIAL = "initial"  # the folder, in that of the run's checkpoints, for one that is fetched at the start
+INITIAL = "initial"  # folder below the run's checkpoints, where checkpoint.initial_load_path is downloaded to
 
 
 class Candidate(NamedTuple):
     """A checkpoint that may be loaded."""
 
     path: Path
-    address: str | None = None  # the address from which it must be fetched to `path` first
+    address: str | None = None  # remote address from which it must be downloaded to `path` first
     model_only: bool = False
 
     @property
     def place(self) -> str:
-        """Its present place."""
+        """The address if it is remote, else the path."""
         return self.address or str(self.path)
 
 
@@ -47,10 +45,8 @@ def choose_undamaged(
 ) -> Path | None:
     """Return the checkpoint to load, None if there is none; all ranks together.
 
-    Every byte of it is read and compared with its checksum. An older one replaces a damaged one.
-
-    Raises:
-        UserError: none may be loaded; the message says why.
+    Every byte of it is read and compared with its checksum. An older one replaces a damaged one. Raises UserError with
+    the reason if none may be loaded.
     """
     problems: dict[str, str] = {}
     while True:
@@ -81,10 +77,7 @@ def begins_anew(folder: Path, config: job.Checkpoint) -> bool:
 def check_choice(folder: Path, config: job.Checkpoint, num_steps: int) -> None:
     """Check that load_step or initial_load_path can be loaded, by names and small files, before all else.
 
-    Every rank may call it by itself: nothing is changed. Addresses are checked later.
-
-    Raises:
-        UserError: as `choose_undamaged`.
+    Nothing is changed. Remote addresses are checked later. Raises UserError as `choose_undamaged`.
     """
     unfinished = step_folder(folder, config.load_step).with_suffix(".tmp")
     if config.load_step >= 0 and config.remote_folder is None and not os.path.exists(unfinished):
@@ -95,11 +88,10 @@ def check_choice(folder: Path, config: job.Checkpoint, num_steps: int) -> None:
 
 
 def find_likely(folder: Path, config: job.Checkpoint, num_steps: int) -> Path | None:
-    """Return the checkpoint that `choose_undamaged` will choose if none is damaged, by names and small files; None
-    where these are not enough: for an address, or a save that was killed just before its end. Nothing is changed.
+    """Return the checkpoint that `choose_undamaged` will choose if none is damaged, by names and small files.
 
-    Raises:
-        UserError: there are only checkpoints of the model alone.
+    None where these are not enough: for a remote address, or a save that was killed just before its end. Nothing is
+    changed. Raises UserError if there are only checkpoints of the model alone.
     """
     if begins_anew(folder, config):
         initial = config.initial_load_path
@@ -117,7 +109,6 @@ def _choose(folder: Path, config: job.Checkpoint, num_steps: int | None, problem
     if not config.enable:
         return _choose_initial(folder, config, problems)
     if not config.load_only:
-        check_writable(folder)
         clean_up(folder)
     known = set(problems)
     steps = _own_steps(folder, problems)
@@ -128,7 +119,12 @@ def _choose(folder: Path, config: job.Checkpoint, num_steps: int | None, problem
             steps = dict(sorted((_find_remote(folder, config, steps, problems) | steps).items()))
     if config.load_step >= 0:
         _check_load_step(folder, config.load_step, steps, problems, num_steps)
-        return _choose_load_step(config.load_step, steps)
+        if newer := [step for step in steps if step > config.load_step]:
+            logger.warning(
+                f"checkpoint.load_step = {config.load_step}: checkpoints of later steps ({', '.join(map(str, newer))}) "
+                "stay where they are; without load_step a later run would resume from the newest of them"
+            )
+        return steps[config.load_step]
     if steps:
         chosen, newest = _find_newest(folder, steps, num_steps), max(steps)
         if chosen is not steps[newest]:
@@ -166,8 +162,7 @@ def _own_steps(folder: Path, problems: dict[str, str]) -> dict[int, Candidate]:
 def _find_remote(
     folder: Path, config: job.Checkpoint, steps: dict[int, Candidate], problems: dict[str, str]
 ) -> dict[int, Candidate]:
-    """Return the checkpoints in checkpoint.remote_folder that `folder` lacks: with load_step all, else the newer
-    ones."""
+    """Return the checkpoints in checkpoint.remote_folder that `folder` lacks: with load_step all, else newer ones."""
     assert config.remote_folder is not None
     full = [step for step, candidate in steps.items() if not candidate.model_only]
     oldest = max(full, default=-1) + 1 if config.load_step < 0 else 0
@@ -175,7 +170,7 @@ def _find_remote(
     for step, remote in Remote(config.remote_folder).list_steps().items():
         if step < oldest or step in steps or remote.address in problems:
             continue
-        candidate = _look_at(remote, step_folder(folder, step), step)
+        candidate = _inspect(remote, step_folder(folder, step), step)
         if isinstance(candidate, Candidate):
             found[step] = candidate
             continue
@@ -185,8 +180,8 @@ def _find_remote(
     return found
 
 
-def _look_at(remote: Remote, path: Path, step: int) -> Candidate | str:
-    """Return the checkpoint at an address, to be fetched to `path`, or a message of its problem."""
+def _inspect(remote: Remote, path: Path, step: int) -> Candidate | str:
+    """Return the checkpoint at an address, to be downloaded to `path`, or its problem."""
     if problem := remote.find_problem():
         return problem
     try:
@@ -228,17 +223,8 @@ def _check_load_step(
         raise UserError(f"{option}: that checkpoint holds only the model, so training can't go on from it exactly")
 
 
-def _choose_load_step(step: int, steps: dict[int, Candidate]) -> Candidate:
-    if newer := [other for other in steps if other > step]:
-        logger.warning(
-            f"checkpoint.load_step = {step}: checkpoints of later steps ({', '.join(map(str, newer))}) stay where they "
-            "are; without load_step a later run would resume from the newest of them"
-        )
-    return steps[step]
-
-
 def _initial_places(folder: Path, config: job.Checkpoint) -> list[str]:
-    """Return the place of the checkpoint of checkpoint.initial_load_path, and the one it is fetched to."""
+    """Return the place of checkpoint.initial_load_path, and of a remote one the path that it is downloaded to."""
     given = config.initial_load_path or ""
     if "://" not in given:
         return [str(Path(given))]
@@ -272,14 +258,13 @@ def _choose_initial(folder: Path, config: job.Checkpoint, problems: dict[str, st
 
 
 def _find_initial(remote: Remote, path: Path, problems: dict[str, str]) -> Candidate | str:
-    """Return the checkpoint at an address, or its fetched copy at `path` if that is equal, or a message of its
-    problem."""
+    """Return the checkpoint at an address, or its copy at `path` if that has the same manifest, or its problem."""
     if remote.address in problems:
         return problems[remote.address]
     step = step_of(path.name)
     if step is None:
         return "there is no such folder, step-N"
-    found = _look_at(remote, path, step)
+    found = _inspect(remote, path, step)
     if isinstance(found, Candidate) and str(path) not in problems and find_problem(path) is None:
         same = read_manifest(path) == remote.read_manifest()
         return found._replace(address=None) if same else found

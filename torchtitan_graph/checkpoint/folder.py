@@ -1,4 +1,4 @@
-"""Checkpoint folders on disk: their completeness, and their atomic creation and deletion.
+"""Checkpoint folders on disk: checks that they are complete, and their atomic creation and deletion.
 
 Note [Atomic save]: a save is written into `step-N.tmp`. Its last file is `manifest.json`, which lists every file with
 its size and checksum: a folder that matches its manifest is whole. Then it is renamed to `step-N`, and a folder is
@@ -16,7 +16,7 @@ import shutil
 import zlib
 from collections.abc import Container, Iterable
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, TypedDict
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import torch.distributed as dist
@@ -30,11 +30,11 @@ from torchtitan_graph.small_files import (
     ANY_SIZE,
     BadFile,
     Count,
-    check_characters,
     check_type,
     open_small,
-    parse_json,
-    read_small,
+    read_json,
+    sync,
+    write_text,
 )
 
 MANIFEST = "manifest.json"
@@ -43,49 +43,41 @@ CONFIG = "config.toml"
 CHECKPOINTS = "checkpoint"  # the folder of a run's checkpoints, in job.dump_folder
 
 
-_Hex = Annotated[str, msgspec.Meta(pattern="^([0-9a-f]{2})*$")]
-
-
-class _Sums(TypedDict, total=False):
-    crc32: dict[str, str]
-
-
-class _Manifest(_Sums):
+# Schemas of the JSON files. Fields with a default need not be there.
+class _Manifest(msgspec.Struct):
     files: dict[str, Count]
+    crc32: dict[str, str] = {}
 
 
-class _Dealt(TypedDict):
+class _MixturePosition(msgspec.Struct):
     weights: list[float]
     since: Count
     given_before: list[Count]
     given: list[Count]
 
 
-class _Mixed(TypedDict, total=False):
-    mixture: _Dealt
-
-
-class _Position(_Mixed):
+class _DataPosition(msgspec.Struct):
     rows: Count
     lanes: list[tuple[Count, Count, Count, Count]]
+    mixture: _MixturePosition | msgspec.UnsetType = msgspec.UNSET
 
 
-class _Progress(TypedDict, total=False):
-    step: Count
-    tokens_seen: Count
-    tokens_by_source: dict[str, Count]
-    data: _Position
-    rng: _Hex
+class _TrainerState(msgspec.Struct):
+    step: Count = 0
+    tokens_seen: Count = 0
+    tokens_by_source: dict[str, Count] = {}
+    data: _DataPosition | msgspec.UnsetType = msgspec.UNSET
+    rng: Annotated[str, msgspec.Meta(pattern="^([0-9a-f]{2})*$")] = ""
 
 
-class _Schedule(TypedDict, total=False):
-    num_steps_done: Count
+class _Schedule(msgspec.Struct):
+    num_steps_done: Count = 0
 
 
-class _State(TypedDict):
+class _State(msgspec.Struct):
     step: Count
     model_only: bool
-    train_state: _Progress
+    train_state: _TrainerState
     lr_scheduler: _Schedule
 
 
@@ -128,7 +120,7 @@ def find_steps(folder: Path) -> dict[int, Path]:
 
 
 def find_below(path: Path) -> list[Path]:
-    """Return the complete checkpoints in `path`; without any, those of the run, or of the runs, in it."""
+    """Return the complete checkpoints in `path`, or if it has none, those in its subfolders, up to two levels deep."""
     for folders in ([path], path.glob("*"), path.glob("*/*")):
         found = [step for folder in sorted(folders) if folder.is_dir() for step in find_steps(folder).values()]
         if found:
@@ -137,11 +129,7 @@ def find_below(path: Path) -> list[Path]:
 
 
 def newest_below(path: Path) -> Path:
-    """Return `path`, or the newest checkpoint of the run in it, for readers.
-
-    Raises:
-        UserError: there are several runs in it.
-    """
+    """Return `path`, or the newest checkpoint of the run in it; raise UserError if it has several runs."""
     found = find_below(path) if os.path.isdir(path) and not (path / MANIFEST).exists() else []
     if len({step.parent for step in found}) > 1:
         raise UserError(f"{path} is no checkpoint; did you mean one of {', '.join(map(str, found))}?")
@@ -161,8 +149,7 @@ def find_problem(path: Path) -> str | None:
 
 
 def find_wrong_size(files: dict[str, File], sizes: dict[str, int]) -> str | None:
-    """Return a message with a file of a manifest that is missing in `sizes`, or has another size there; None without
-    any."""
+    """Return a message about the first file of a manifest that `sizes` lacks or has with another size, or None."""
     for name, file in files.items():
         if name not in sizes:
             return f"its file {name} is missing"
@@ -172,8 +159,7 @@ def find_wrong_size(files: dict[str, File], sizes: dict[str, int]) -> str | None
 
 
 def find_damage(path: Path, names: Iterable[str] | None = None) -> str | None:
-    """Return a message with one of the named files (default: all) that is damaged, None if there is none. Reads
-    them."""
+    """Read files of a checkpoint (default: all), and return a message about the first damaged one, or None."""
     files = read_manifest(path)
     for name in files if names is None else names:
         try:
@@ -202,11 +188,7 @@ def part_of_rank(names: Iterable[str]) -> list[str]:
 
 
 def read_manifest(path: Path) -> dict[str, File]:
-    """Return the files of a checkpoint by name.
-
-    Raises:
-        UserError: `path` has no manifest, or an invalid one.
-    """
+    """Return the files of a checkpoint by name; raise UserError if `path` has no manifest, or an invalid one."""
     content = _read_json(path / MANIFEST, _Manifest)
     if not {TRAIN_STATE, METADATA} <= content["files"].keys():
         raise UserError(f"its {MANIFEST} does not list its files")
@@ -220,11 +202,7 @@ def read_manifest(path: Path) -> dict[str, File]:
 
 
 def read_train_state(path: Path) -> dict[str, Any]:
-    """Return everything of a checkpoint that is not a tensor.
-
-    Raises:
-        UserError: the file is missing or was not written by `write_train_state`.
-    """
+    """Return everything of a checkpoint that is not a tensor; raise UserError if that is missing or invalid."""
     state = _read_json(path / TRAIN_STATE, _State)
     held = state["train_state"].keys()
     lacking = sorted(_OF_A_RUN - held) if held & _OF_A_RUN else []
@@ -244,19 +222,14 @@ def checksum(path: Path) -> str:
     return f"{crc:08x}"
 
 
-def check_writable(folder: Path) -> None:
-    """Create the folder of a run's checkpoints.
+def clean_up(folder: Path) -> None:
+    """Create the folder of a run's checkpoints; finish or delete the leftovers of a killed save in it.
 
-    Raises:
-        OSError: nothing can be written there.
+    Raises OSError if nothing can be written there.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if not os.access(folder, os.W_OK):
         raise PermissionError(f"{folder} can't be written to")
-
-
-def clean_up(folder: Path) -> None:
-    """Finish or delete the leftovers of a killed save in `folder`."""
     for path in folder.glob("step-*.tmp"):
         if find_problem(path) is None and find_problem(path.with_suffix("")):
             logger.warning(f"finishing the save of {path.with_suffix('')}, which was killed when it was all but done")
@@ -270,22 +243,13 @@ def clean_up(folder: Path) -> None:
 
 def prepare(tmp: Path) -> None:
     """Create the empty folder of a save."""
-    tmp.parent.mkdir(parents=True, exist_ok=True)
     clean_up(tmp.parent)
     tmp.mkdir()
 
 
 def write_train_state(tmp: Path, state: dict[str, Any]) -> None:
     """Write everything except tensors."""
-    _write_json(tmp / TRAIN_STATE, state)
-
-
-def write_config(tmp: Path, text: str) -> None:
-    """Write the run's configuration, so that a moved checkpoint still has it."""
-    with (tmp / CONFIG).open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    write_text(tmp / TRAIN_STATE, json.dumps(state, indent=1))
 
 
 def write_manifest(tmp: Path, sums: dict[str, str]) -> None:
@@ -299,16 +263,14 @@ def write_manifest(tmp: Path, sums: dict[str, str]) -> None:
             )
     files = sorted(tmp.iterdir())
     sizes = {path.name: path.stat().st_size for path in files}
-    _write_json(tmp / MANIFEST, {"files": sizes, "crc32": {p.name: sums.get(p.name) or checksum(p) for p in files}})
+    manifest = {"files": sizes, "crc32": {path.name: sums.get(path.name) or checksum(path) for path in files}}
+    write_text(tmp / MANIFEST, json.dumps(manifest, indent=1))
     sync(tmp)
 
 
 def commit(tmp: Path) -> None:
-    """Rename a complete folder to its final name; a folder with that name (an older branch of the run) is removed.
-
-    A checkpoint of only the model is the end of an earlier run. It is kept, under another name, when a longer run
-    passes it.
-    """
+    """Rename a complete folder to its final name. A checkpoint with that name is deleted, or if it has only the model,
+    as the last one of a shorter run, renamed."""
     final = tmp.with_suffix("")
     if os.path.lexists(final):  # a dangling link too
         kept = name_for_model(final.name, {path.name for path in final.parent.iterdir()})
@@ -360,33 +322,15 @@ def _rename(old: Path, new: Path) -> None:
 
 
 def _read_json(path: Path, schema: type) -> dict[str, Any]:
-    """Return the content of a small file, with all its keys, after a check of those of `schema`."""
+    """Return the content of a JSON file, with all its keys, after a check of those of `schema`."""
+    where = f"its {path.name}"
     try:
-        content = wait_for_storage(lambda: read_small(path))
+        found = wait_for_storage(lambda: read_json(path, dict[str, Any], where=where))
     except FileNotFoundError:
         raise UserError(f"it has no {path.name}") from None
     except OSError as error:
         if is_away(error):
             raise  # an older checkpoint is no better
-        raise UserError(f"its {path.name} can't be read ({error!r})") from error
-    where = f"its {path.name}"
-    found = parse_json(content, dict[str, Any], where)
-    check_characters(content, found, where)
+        raise UserError(f"{where} can't be read ({error!r})") from error
     check_type(found, schema, where)
     return found
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        json.dump(content, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def sync(path: Path) -> None:
-    """Flush a file, or a folder's entries, to disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -65,11 +65,7 @@ _PATHS = {_Name(module, f"{of}Path") for module in ("pathlib", "pathlib._local")
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """Return the tensors in `folder`, and their places.
-
-    Raises:
-        UserError: the file is not a list of tensors' records; nothing of it has been run.
-    """
+    """Return the index of the tensors in `folder`; raise UserError if the file is not one. Nothing of it is run."""
     path = folder / METADATA
     try:
         room = sum(each.stat().st_size for each in folder.iterdir() if each.name != METADATA)
@@ -191,7 +187,7 @@ class _Reader:
         values, self._stack = self._stack, self._below.pop()
         return values
 
-    def take(self, size: int) -> list[Any]:
+    def pop(self, size: int) -> list[Any]:
         """Pop the last values."""
         values = self._stack[-size:]
         del self._stack[-size:]
@@ -200,9 +196,9 @@ class _Reader:
     def push(self, x: Any) -> None:
         self._stack.append(x)
 
-    def find(self) -> None:
+    def find_global(self) -> None:
         """Push the object of a global name."""
-        module, name = self.take(2)
+        module, name = self.pop(2)
         if not isinstance(module, str) or not isinstance(name, str):
             raise UserError("it names something without a name; nothing was run")
         found = _Name(module, name)
@@ -217,14 +213,14 @@ class _Reader:
 
     def new(self) -> None:
         """Push an empty record."""
-        kind, given = self.take(2)
+        kind, given = self.pop(2)
         if not isinstance(kind, type) or given != ():
             raise UserError(f"it makes {_shown(kind)}, which is no record; nothing was run")
         self.push(object.__new__(kind))
 
     def reduce(self) -> None:
         """Push a tensor's size. Layouts, memory formats and paths are None: they are not read."""
-        what, given = self.take(2)
+        what, given = self.pop(2)
         if not isinstance(what, _Name):
             raise UserError(f"it calls {_shown(what)}; nothing was run")
         if what == _SIZE:
@@ -238,7 +234,7 @@ class _Reader:
 
     def build(self) -> None:
         """Set the fields of a record."""
-        (state,), record = self.take(1), self._stack[-1]
+        (state,), record = self.pop(1), self._stack[-1]
         if type(record) is TensorProperties:
             dtype, *_ = state
             if not isinstance(dtype, torch.dtype):
@@ -275,17 +271,17 @@ _ACTIONS: dict[int, Callable[[_Reader], None]] = {
     ord("]"): lambda reader: reader.push([]),
     ord("}"): lambda reader: reader.push({}),
     ord(")"): lambda reader: reader.push(()),
-    0x85: lambda reader: reader.push(tuple(reader.take(1))),
-    0x86: lambda reader: reader.push(tuple(reader.take(2))),
-    0x87: lambda reader: reader.push(tuple(reader.take(3))),
+    0x85: lambda reader: reader.push(tuple(reader.pop(1))),
+    0x86: lambda reader: reader.push(tuple(reader.pop(2))),
+    0x87: lambda reader: reader.push(tuple(reader.pop(3))),
     ord("t"): lambda reader: reader.push(tuple(reader.since_mark())),
     ord("("): _Reader.mark,
-    ord("s"): lambda reader: reader.set_items(reader.take(2)),
+    ord("s"): lambda reader: reader.set_items(reader.pop(2)),
     ord("u"): lambda reader: reader.set_items(reader.since_mark()),
-    ord("a"): lambda reader: reader.append(reader.take(1)),
+    ord("a"): lambda reader: reader.append(reader.pop(1)),
     ord("e"): lambda reader: reader.append(reader.since_mark()),
     ord("R"): _Reader.reduce,
     ord("b"): _Reader.build,
     0x81: _Reader.new,
-    0x93: _Reader.find,
+    0x93: _Reader.find_global,
 }

@@ -31,13 +31,12 @@ from torchtitan_graph.checkpoint.folder import (
     read_manifest,
     read_train_state,
     step_of,
-    sync,
 )
 from torchtitan_graph.config import job
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
 from torchtitan_graph.parallel.agree import describe, on_all_ranks, on_rank_0
-from torchtitan_graph.small_files import MAX_BYTES
+from torchtitan_graph.small_files import MAX_BYTES, sync
 
 T = TypeVar("T")
 
@@ -55,16 +54,12 @@ class Remote:
 
     def list_steps(self) -> dict[int, "Remote"]:
         """Return the folders with a checkpoint's name in this folder, oldest first."""
-        steps = sorted(step for name in self._list() if (step := step_of(name)) is not None)
+        steps = sorted(step for name in self.entries() if (step := step_of(name)) is not None)
         return {step: Remote(f"{self.address}/step-{step}") for step in steps}
-
-    def names(self) -> list[str]:
-        """Return the names in this folder."""
-        return list(self._list())
 
     def sizes(self) -> dict[str, int]:
         """Return the sizes of the files in this folder by name; none where there is no folder."""
-        return {name: entry["size"] for name, entry in self._list().items() if entry["type"] == "file"}
+        return {name: entry["size"] for name, entry in self.entries().items() if entry["type"] == "file"}
 
     def find_problem(self) -> str | None:
         """Return the problem that makes this folder no complete checkpoint, or None. See Note [Whole at an address]."""
@@ -79,11 +74,11 @@ class Remote:
         return TRAIN_STATE in sizes and MANIFEST not in sizes
 
     def read_manifest(self) -> dict[str, File]:
-        """Return the manifest, as the function of this name, with its errors."""
+        """Return the manifest, like `folder.read_manifest`."""
         return self._read(MANIFEST, read_manifest)
 
     def read_train_state(self) -> dict[str, Any]:
-        """Return the state, as the function of this name, with its errors."""
+        """Return the state, like `folder.read_train_state`."""
         return self._read(TRAIN_STATE, read_train_state)
 
     def put(self, folder: Path, names: Iterable[str]) -> None:
@@ -117,7 +112,8 @@ class Remote:
         with contextlib.suppress(OSError):  # without its files a folder may not exist
             self.fs.rmdir(self.path)
 
-    def _list(self) -> dict[str, dict[str, Any]]:
+    def entries(self) -> dict[str, dict[str, Any]]:
+        """Return the entries of this folder by name, as fsspec describes them; none where there is no folder."""
         # Not `find` or `glob`, for which unreachable storage is an empty folder.
         self.fs.invalidate_cache()  # other processes write here too
         try:
@@ -139,7 +135,7 @@ class Remote:
 
 @contextlib.contextmanager
 def using(option: str, address: str) -> Iterator[None]:
-    """Convert errors of an unreachable address at a run's start into one UserError."""
+    """Convert any error in using a remote address at a run's start into a UserError."""
     try:
         yield
     except Exception as error:
@@ -153,18 +149,16 @@ def upload(newest: Path, config: job.Checkpoint, group: dist.ProcessGroup | None
     """Upload every checkpoint that checkpoint.remote_folder lacks, then prune there; all ranks together.
 
     `newest` was just saved. Checkpoints are compared by manifest, and so by checksum: a step that was saved again is
-    uploaded again.
-
-    Raises:
-        Exception: on all ranks, any error on one of them. Checkpoints that were whole there still are, except perhaps a
-            step that was saved again.
+    uploaded again. An error on one rank is raised on all. Checkpoints that were whole there still are, except perhaps a
+    step that was saved again.
     """
     assert config.remote_folder is not None
     address = config.remote_folder.removesuffix("/")
     missing, excess = on_rank_0(lambda: _compare(newest, address, config), group)
     for step in missing:
         _upload_one(newest.with_name(f"step-{step}"), f"{address}/step-{step}", group)
-    on_rank_0(lambda: _delete([f"{address}/step-{step}" for step in excess]), group)
+    for step in excess:
+        on_rank_0(Remote(f"{address}/step-{step}").delete, group)
 
 
 def _compare(newest: Path, address: str, config: job.Checkpoint) -> tuple[list[int], list[int]]:
@@ -195,7 +189,7 @@ def _begin_upload(path: Path, address: str) -> list[str]:
     remote = Remote(address)
     if remote.is_model_only():
         folder = Remote(address.rpartition("/")[0])
-        remote.copy_to(Remote(f"{folder.address}/{name_for_model(path.name, folder.names())}"))
+        remote.copy_to(Remote(f"{folder.address}/{name_for_model(path.name, folder.entries())}"))
     remote.delete()
     remote.put(path, [TRAIN_STATE])
     return [name for name in read_manifest(path) if name != TRAIN_STATE]
@@ -208,18 +202,10 @@ def _finish_upload(path: Path, address: str) -> None:
     remote.put(path, [MANIFEST])
 
 
-def _delete(addresses: list[str]) -> None:
-    for address in addresses:
-        Remote(address).delete()
-
-
 def fetch(address: str, path: Path, group: dist.ProcessGroup | None) -> str | None:
-    """Download the checkpoint at `address` to `path`, if it is undamaged; else return a message of its problem.
+    """Download the checkpoint at `address` to `path`, if it is undamaged; else return its problem.
 
-    All ranks together. A folder at `path` is replaced. See Note [Atomic save].
-
-    Raises:
-        Exception: on all ranks, any error on one of them.
+    All ranks together: an error on one is raised on all. A folder at `path` is replaced. See Note [Atomic save].
     """
     tmp = path.with_suffix(".tmp")
     names = on_rank_0(lambda: _begin_fetch(address, tmp), group)

@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_graph.checkpoint.folder import (
+    CONFIG,
     checksum,
     commit,
     prepare,
     prune,
-    write_config,
     write_manifest,
     write_train_state,
 )
@@ -29,6 +29,7 @@ from torchtitan_graph.log import logger
 from torchtitan_graph.parallel.agree import RanksFailed, describe, gather_from_ranks, on_all_ranks, on_rank_0
 from torchtitan_graph.parallel.chunk import Chunk, chunk_of
 from torchtitan_graph.patience import find_full_disk
+from torchtitan_graph.small_files import write_text
 
 # The functions that a save calls, in this order. A kill before, in or after any of them loses no complete checkpoint.
 SAVE_POINTS = ("prepare", "save_tensors", "write_train_state", "write_manifest", "commit", "prune")
@@ -51,9 +52,7 @@ class Saver:
         self.run_config = run_config
         self.group = group
         self.rank = dist.get_rank() if dist.is_initialized() else 0
-        self._thread = None
-        if config.async_mode != "disabled":
-            self._thread = ThreadPoolExecutor(1, "save", _use_gpu_of_this_process())
+        self._thread = ThreadPoolExecutor(1, "save", _set_gpu()) if config.async_mode != "disabled" else None
         self._buffers: dict[str, torch.Tensor] = {}
         self._running: Future[None] | None = None
 
@@ -62,10 +61,8 @@ class Saver:
     ) -> None:
         """Write the current `tensors`, and rank 0's `train_state`; return when that is done, or training may continue.
 
-        Where checkpoint.remote_folder is set, it is copied there; that may fail, unless it is the `last` one.
-
-        Raises:
-            SaveError: this save, or the previous one, failed.
+        Where checkpoint.remote_folder is set, it is copied there; that may fail, unless it is the `last` one. Raises
+        SaveError if this save, or the previous one, failed.
         """
         self.wait()
         begin = time.perf_counter()
@@ -79,11 +76,7 @@ class Saver:
         self._running = self._thread.submit(self._write, path, copies, train_state, begin, last)
 
     def wait(self) -> None:
-        """Wait for the running save.
-
-        Raises:
-            SaveError: it failed.
-        """
+        """Wait for the running save; raise SaveError if it failed."""
         if self._running is not None:
             if not self._running.done():
                 logger.info("waiting for the last checkpoint to be written")
@@ -95,8 +88,7 @@ class Saver:
         return self._running is not None and self._running.done() and self._running.exception() is not None
 
     def _copy(self, chunks: dict[str, Chunk]) -> dict[str, Chunk]:
-        """Copy the tensors that the next step overwrites; "async_with_pinned_mem" does so into the same memory each
-        time."""
+        """Copy the tensors that the next step overwrites; "async_with_pinned_mem" reuses the buffers."""
         keep = self.config.async_mode == "async_with_pinned_mem"
         copies = {}
         for name, chunk in chunks.items():
@@ -123,7 +115,7 @@ class Saver:
             sums = gather_from_ranks(lambda: _sums_of_this_rank(tmp), group)
             on_rank_0(lambda: write_train_state(tmp, train_state), group)
             if self.run_config:
-                on_rank_0(lambda: write_config(tmp, self.run_config), group)
+                on_rank_0(lambda: write_text(tmp / CONFIG, self.run_config), group)
             on_rank_0(lambda: write_manifest(tmp, {name: crc for part in sums for name, crc in part.items()}), group)
             on_rank_0(lambda: commit(tmp), group)
             on_rank_0(lambda: prune(path, self.config.keep_latest_k, self.config.keep_every), group)
@@ -142,8 +134,7 @@ class Saver:
             raise
 
     def _upload(self, path: Path, last: bool) -> None:
-        """Upload a saved checkpoint to checkpoint.remote_folder. A failure is logged, and raised only after the last
-        one."""
+        """Upload a checkpoint to checkpoint.remote_folder. A failure is logged; that of the last one is raised."""
         try:
             upload(path, self.config, self.group)
         except Exception as error:
@@ -154,9 +145,8 @@ class Saver:
                 logger.error(f"{failed}; the next save tries again")
 
 
-def _use_gpu_of_this_process() -> Callable[[], None] | None:
-    """Return a new thread's initializer: without it, the thread would use the first GPU instead of this process'
-    own."""
+def _set_gpu() -> Callable[[], None] | None:
+    """Return a thread's initializer that sets this process' GPU: a new thread would use the first one."""
     if not torch.cuda.is_available():
         return None
     return functools.partial(torch.cuda.set_device, torch.cuda.current_device())
@@ -176,5 +166,5 @@ def _as_save_error(path: Path) -> Iterator[None]:
         why = find_full_disk(path.parent, describe(error)) or describe(error)
         raise SaveError(
             f"{path} could not be saved ({why}); the checkpoints that were there are as they were. Make room on that "
-            "disk or name another job.dump_folder, and start the run again: it goes on from the newest of them"
+            "disk or name another job.dump_folder, and start the run again: it resumes from the newest of them"
         ) from error

@@ -1,4 +1,4 @@
-"""A stored part of a tensor in a checkpoint's file, as `torch.save` writes a plain tensor.
+"""Read one stored tensor from a checkpoint's file, as `torch.save` writes a plain tensor.
 
 It is read without `torch.load`: that has a zip reader of its own, which may find another archive in the same bytes than
 the one that was checked, and decompresses entries. Nothing of the file is run.
@@ -109,8 +109,7 @@ class _Unpickler(pickle.Unpickler):
 def read_stored(whole: BinaryIO, begin: int, length: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     """Return the tensor in `length` bytes of a file, from `begin` on.
 
-    Raises:
-        UserError: they are not one plain tensor of this shape and dtype.
+    Raises UserError if they are not one plain tensor of this shape and dtype.
     """
     with zipfile.ZipFile(cast(IO[bytes], _Slice(whole, begin, length))) as archive:
         entries = archive.infolist()
@@ -148,7 +147,7 @@ def _fill(content: Tensor, archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> 
 
 
 def _description(content: bytes) -> tuple[_Described, str]:
-    """Return a pickle's description of a tensor, checked, and the name of its numbers."""
+    """Return a pickle's description of a tensor, checked, and the archive's name of its data."""
     for instruction, _, _ in pickletools.genops(content):
         if instruction.name not in _INSTRUCTIONS:
             raise UserError(f"it is not what torch.save writes of a tensor ({instruction.name}); nothing was run")

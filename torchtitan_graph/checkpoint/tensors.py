@@ -35,12 +35,9 @@ from torchtitan_graph.small_files import ANY_SIZE, open_small
 
 
 def save_tensors(folder: Path, chunks: dict[str, Chunk], group: dist.ProcessGroup | None = None) -> None:
-    """Write each rank's boxes of tensors to `folder`; all ranks together, which may hold different ones.
+    """Write each rank's boxes of tensors to disk in `folder`; all ranks together, which may hold different ones.
 
-    Returns once on disk.
-
-    Raises:
-        RanksFailed: on every rank, where one of them failed, or where all boxes together don't cover every tensor once.
+    Raises RanksFailed on every rank if one of them failed, or all boxes together don't cover every tensor once.
     """
     writer, no_dist = _Writer(folder), not dist.is_initialized()
     with _failures_of_ranks(), _quiet_about_a_single_process(no_dist):
@@ -52,8 +49,7 @@ def load_tensors(
 ) -> None:
     """Load tensors in place from `folder`, whatever the layout they were saved in; all ranks together.
 
-    Raises:
-        RanksFailed: on every rank, where one of them failed.
+    Raises RanksFailed on every rank if one of them failed.
     """
     chunks = {name: chunk_of(tensor) for name, tensor in tensors.items()}
     reader, no_dist = _Reader(folder, metadata), not dist.is_initialized()
@@ -197,8 +193,7 @@ def _read_items(name: str, chunk: Chunk, saved: TensorStorageMetadata) -> list[d
 
 @contextlib.contextmanager
 def _failures_of_ranks() -> Iterator[None]:
-    """Convert DCP's error on all ranks into an `Exception`, which it is not; errors that end a process are raised
-    unchanged."""
+    """Convert DCP's error, which is no `Exception`, into RanksFailed; errors that end a process stay as they are."""
     try:
         yield
     except dcp.CheckpointException as error:
@@ -211,11 +206,9 @@ def _failures_of_ranks() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet_about_a_single_process(alone: bool) -> Iterator[None]:
-    """Suppress DCP's warning that there is no process group. Filters apply to all threads: with a process group they
-    are left alone."""
-    if not alone:
-        yield
-        return
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+    """Suppress DCP's warning that there is no process group. With one, filters are unchanged, as all threads share
+    them."""
+    with warnings.catch_warnings() if alone else contextlib.nullcontext():
+        if alone:
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         yield

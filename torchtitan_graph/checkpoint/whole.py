@@ -1,5 +1,4 @@
-"""Completeness of a checkpoint: the ranks' boxes together cover each of its tensors once, in any distribution over
-ranks."""
+"""Check that the ranks' boxes together cover each tensor of a checkpoint once, in any distribution over ranks."""
 
 import functools
 import itertools

@@ -63,11 +63,7 @@ def _place(path: str, option: str) -> Path:
 
 
 def open_mixture(
-    sources: Sequence[job.DataSource],
-    split: str,
-    seed: int,
-    tokenizer: Tokenizer | None,
-    skip_not_utf8: bool = False,
+    sources: Sequence[job.DataSource], split: str, seed: int, tokenizer: Tokenizer | None, skip_not_utf8: bool = False
 ) -> Mixture:
     """Open a split of every entry of `training.sources`.
 

@@ -8,12 +8,7 @@ from typing import Any, Protocol
 import tokenizers
 
 import torchtitan_graph
-from torchtitan_graph.data.tokenizer_json import (
-    add_listed_tokens,
-    blame,
-    read_tokenizer,
-    read_tokenizer_config,
-)
+from torchtitan_graph.data.tokenizer_json import add_listed_tokens, blame, read_tokenizer, read_tokenizer_config
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.patience import refuse_unreadable
 

@@ -13,7 +13,7 @@ from typing import Any, TypeGuard
 from urllib.parse import quote
 
 from torchtitan_graph.log import logger
-from torchtitan_graph.metrics.records import read_records
+from torchtitan_graph.metrics.jsonl import read_records
 from torchtitan_graph.small_files import BadFile, read_json, read_text
 
 MAX_POINTS, MAX_FILES, MAX_WORDS = 2000, 1000, 500

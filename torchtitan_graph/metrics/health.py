@@ -65,9 +65,4 @@ def compare_ranks(step: int, step_s: float, work_s: float, data_s: float, share:
             f"data, the median rank took {median:.3f} s for both, of a step of {step_s:.3f} s "
             f"(metrics.straggler_share = {share:g})"
         )
-    return {
-        "slowest_rank": slowest,
-        "slowest_busy_s": busy[slowest],
-        "slowest_data_s": data,
-        "median_busy_s": median,
-    }
+    return {"slowest_rank": slowest, "slowest_busy_s": busy[slowest], "slowest_data_s": data, "median_busy_s": median}

@@ -1,17 +1,20 @@
-"""A file of JSON objects, one per line, each with the step it belongs to."""
+"""metrics.jsonl: a JSON object per line, each with the step it belongs to."""
 
 import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any, BinaryIO, TypedDict
+from typing import Any, BinaryIO, TypedDict, TypeVar
 
 from torchtitan_graph.log import logger
 from torchtitan_graph.patience import refuse_unwritable
-from torchtitan_graph.small_files import ANY_SIZE, BadFile, open_small, parse_json
+from torchtitan_graph.small_files import ANY_SIZE, BadFile, check_values, open_small, parse_json, read_small
+
+T = TypeVar("T")
 
 BLOCK = 2**20
 MAX_LINE, MAX_MOVED = 2**24, 2**30  # bytes
+MAX_BYTES, MAX_VALUES = 2**28, 10_000_000  # of a file to be read: some 300,000 records, and less than a GiB
 
 
 class Line(TypedDict):
@@ -21,7 +24,7 @@ class Line(TypedDict):
 
 
 def append(path: Path, record: dict[str, Any]) -> None:
-    """Append one line, floats with all their digits; where it can't be written whole, nothing is added."""
+    """Append one line, floats with all their digits; if it can't be written whole, nothing is added."""
     line = (json.dumps(record) + "\n").encode()
     with open(path, "ab", buffering=0, opener=_open_at_once) as file:
         size = file.tell()
@@ -40,11 +43,8 @@ def _open_at_once(path: str, flags: int) -> int:
 def begin(path: Path, start_step: int) -> None:
     """Prepare a file for appending, after the lines of steps up to `start_step`.
 
-    What follows the last of these, an earlier run's later steps or a torn line, is moved to `*_dropped.jsonl`. A kill
-    here leaves it in this file too, or only there.
-
-    Raises:
-        UserError: the file can't be written, or is no such file.
+    What follows the last of these, an earlier run's later steps or a torn line, is moved to `*_dropped.jsonl`; a kill
+    may leave it in both. Raises UserError if the file can't be written, or is no such file.
     """
     with refuse_unwritable(str(path), path):
         if not path.exists():
@@ -56,11 +56,22 @@ def begin(path: Path, start_step: int) -> None:
                 _move(file, path, end, size)
 
 
+def read_records(path: Path, schema: type[T]) -> list[T]:
+    """Return a metrics file's records; a last line without its end is left out: it is torn or being written.
+
+    Raises BadFile with the line if one is no record of that type, such as `dict[str, Any]`; OSError as `open`.
+    """
+    content = read_small(path, MAX_BYTES)
+    check_values(content, path, MAX_VALUES)
+    *lines, _ = content.split(b"\n")
+    return [parse_json(line, schema, f"{path}, line {number}") for number, line in enumerate(lines, start=1)]
+
+
 def _move(file: BinaryIO, path: Path, end: int, size: int) -> None:
     if size - end > MAX_MOVED:
         raise BadFile(f"{path}: {size - end:,} bytes of it are of later steps, or torn; move the file away")
     dropped = path.with_name(f"{path.stem}_dropped.jsonl")
-    logger.info(f"moving what {path} holds of later steps, or torn, to {dropped.name}: {size - end:,} bytes")
+    logger.info(f"moving lines of {path} that are of later steps, or torn, to {dropped.name}: {size - end:,} bytes")
     if dropped.exists() and not dropped.is_file():
         raise BadFile(f"{dropped}: is no regular file")
     with dropped.open("a+b") as moved:

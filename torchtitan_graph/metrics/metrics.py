@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol
 
 import torch
@@ -65,8 +64,7 @@ class Metrics:
         start_step: steps done before this process began. What a killed run logged for later steps is dropped.
         tokens_seen: targets of those steps.
         peak_flops: FLOP/s this device can do; None: not known, and then there is no MFU.
-        model_table: Markdown, shown in TensorBoard beside the configuration.
-        scope_table: text, shown there too, if it is not empty.
+        model_table, scope_table: Markdown, and text that may be empty, shown in TensorBoard.
         of_all_stages: a function from a step's state to that of all pipeline stages; all ranks call it together.
     """
 
@@ -84,32 +82,26 @@ class Metrics:
         scope_table: str = "",
         of_all_stages: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] = dict,
     ) -> None:
-        options = config.metrics
-        self.log_freq = options.log_freq
-        self._histogram_freq = options.histogram_freq if options.enable_tensorboard else 0
-        self._straggler_share = options.straggler_share
+        self.options = options = config.metrics
         self._loss_alarm = Alarm("loss", "metrics.loss_alarm", options.loss_alarm)
         self._grad_norm_alarm = Alarm("gradient norm", "metrics.grad_norm_alarm", options.grad_norm_alarm)
         self.rank = rank
         self.first_step, self.total_steps = start_step + 1, total_steps
         self._of_all_stages = of_all_stages
         self.peak_flops = peak_flops
-        self._log_expert_loads = options.log_expert_loads
         self._json: Path | None = None
         self._tensorboard: TensorBoard | None = None
         self._dashboards: list[Dashboard] = []
-        self._has_lost = False
+        self._has_failed = False  # whether a write failed
         if rank == 0 or options.save_for_all_ranks:
-            name = "metrics.jsonl" if rank == 0 else f"metrics_rank{rank}.jsonl"
             dump_folder.mkdir(parents=True, exist_ok=True)
-            self._json = dump_folder / name
+            self._json = dump_folder / (f"metrics_rank{rank}.jsonl" if rank else "metrics.jsonl")
             begin(self._json, start_step)
             if options.enable_tensorboard:
-                folder = dump_folder / "tb"
                 texts = {"config": verbatim(dump_toml(config)), "model": model_table}
                 if scope_table:
                     texts["scopes"] = verbatim(scope_table)
-                folder = folder if rank == 0 else folder / f"rank_{rank}"
+                folder = dump_folder / "tb" / (f"rank_{rank}" if rank else "")
                 with refuse_unwritable(f"metrics.enable_tensorboard = true: {folder}", folder):
                     self._tensorboard = TensorBoard(folder, start_step, texts, layout=rank == 0)
                 self._dashboards.append(self._tensorboard)
@@ -123,11 +115,11 @@ class Metrics:
         self._data_loading_s = 0.0
         self._tokens_seen = tokens_seen
         self._began = 0.0
-        self._pending: dict[str, Any] = {}  # the last step's values
-        self._pending_state: dict[str, torch.Tensor] = {}
-        self._pending_ranks: dict[str, float] = {}
+        # The last step: the first and the last keys of its record, and the model's state that it changed.
+        self._record: dict[str, Any] = {}
+        self._record_end: dict[str, Any] = {}
+        self._state: dict[str, torch.Tensor] = {}
         self._work: Stopwatch | None = None
-        self._tokens_by_source: dict[str, int] | None = None
 
     def start_step(self) -> None:
         """Start the clock. The time between two steps (a save, a validation) is not counted."""
@@ -138,7 +130,7 @@ class Metrics:
         """Time this rank's graphs in steps that compare the ranks; not in the first, which warms up."""
         self._work = None
         several = dist.is_initialized() and dist.get_world_size() > 1
-        if several and self._straggler_share and self.is_due(step) and step != self.first_step:
+        if several and self.options.straggler_share and self.is_due(step) and step != self.first_step:
             with stopwatch(device()) as self._work:
                 yield
         else:
@@ -146,7 +138,7 @@ class Metrics:
 
     def is_due(self, step: int) -> bool:
         """Return whether a step is to be logged."""
-        return step == 1 or step % self.log_freq == 0 or step == self.total_steps
+        return step == 1 or step % self.options.log_freq == 0 or step == self.total_steps
 
     def end_step(
         self,
@@ -164,12 +156,15 @@ class Metrics:
     ) -> None:
         """Stop the clock, check for outliers, and log if the step is due.
 
-        Loss and gradient norm are numbers, so the device has computed them when the clock stops. `tokens_seen` counts
-        all ranks' targets from the run's beginning. `data_loading_s` is the part of the step spent waiting for data,
-        `own_data_s` that for this rank's own. `flops` are this device's in the step, without recomputation; None: not
-        known. `state` is the model's state that the step changed, by name: of a mixture
-        of experts `layers.1.moe.load`, the slots of each expert. `tokens_by_source` counts all ranks' targets of each
-        corpus of a mixture.
+        Loss and gradient norm are numbers, so the device has computed them when the clock stops.
+
+        Args:
+            tokens_seen: all ranks' targets from the run's beginning.
+            data_loading_s: seconds of the step spent waiting for data; `own_data_s` for this rank's own.
+            state: the model's state that the step changed, by name; of a mixture of experts `layers.1.moe.load`, the
+                slots of each expert.
+            flops: this device's in the step, without recomputation; None: not known.
+            tokens_by_source: all ranks' targets of each corpus of a mixture.
         """
         self.loss = loss
         self._num_steps += 1
@@ -177,13 +172,13 @@ class Metrics:
         step_s = time.perf_counter() - self._began
         self._step_time_s += step_s
         self._data_loading_s += data_loading_s
-        self._pending = {"step": step, "loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens_seen": tokens_seen}
-        self._pending_state = state or {}
-        self._pending_ranks = {}
-        self._tokens_by_source = tokens_by_source
+        self._record = {"step": step, "loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens_seen": tokens_seen}
+        self._record_end, self._state = {}, state or {}
         if self._work is not None:
-            work_s = self._work.seconds()
-            self._pending_ranks = compare_ranks(step, step_s, work_s, own_data_s, self._straggler_share)
+            share = self.options.straggler_share
+            self._record_end |= compare_ranks(step, step_s, self._work.seconds(), own_data_s, share)
+        if tokens_by_source:
+            self._record_end["tokens_by_source"] = tokens_by_source
         if self.rank == 0:
             self._loss_alarm.watch(step, loss)
             self._grad_norm_alarm.watch(step, grad_norm)
@@ -196,31 +191,30 @@ class Metrics:
         """Log the last step, unless it is logged: a run may end at a step that was not due."""
         if self._num_steps == 0:
             return
-        step, tokens_seen = self._pending["step"], self._pending["tokens_seen"]
+        tokens_seen, flops = self._record["tokens_seen"], self._flops
         record: dict[str, Any] = {
-            **self._pending,
+            **self._record,
             "tokens_per_second": (tokens_seen - self._tokens_seen) / self._step_time_s,
             "step_time_s": self._step_time_s / self._num_steps,
             "data_loading_s": self._data_loading_s / self._num_steps,
-            "mfu": self._mfu(),
+            "mfu": None if flops is None or self.peak_flops is None else flops / self._step_time_s / self.peak_flops,
             "memory_gib": peak_memory_gib(),
         }
-        state = self._of_all_stages(self._pending_state)
+        state = self._of_all_stages(self._state)
         loads = {name.removesuffix(_LOAD): x for name, x in state.items() if name.endswith(_LOAD)}
-        by_layer = {name: busiest_over_mean(load_E) for name, load_E in loads.items()}
-        if by_layer:
+        # The largest load of an expert over the mean load: 1 is perfect balance.
+        by_layer = {name: float(load_E.max() / load_E.double().mean()) for name, load_E in loads.items()}
+        if loads:
             record["expert_imbalance"] = sum(by_layer.values()) / len(by_layer)
-        if loads and self._log_expert_loads:
-            record["expert_loads"] = {name: load_E.tolist() for name, load_E in loads.items()}
-        record |= self._pending_ranks
-        if self._tokens_by_source:
-            record["tokens_by_source"] = self._tokens_by_source
+            if self.options.log_expert_loads:
+                record["expert_loads"] = {name: load_E.tolist() for name, load_E in loads.items()}
         self._num_steps, self._flops, self._step_time_s, self._data_loading_s = 0, None, 0.0, 0.0
         self._tokens_seen = tokens_seen
-        self._write(record, {f"experts/imbalance/{name}": value for name, value in by_layer.items()})
+        curves = {f"experts/imbalance/{name}": value for name, value in by_layer.items()}
+        self._write(record | self._record_end, curves)
         if self._tensorboard is not None and loads:
-            with self._going_on_without():
-                self._tensorboard.expert_loads(step, loads)
+            with self._errors_logged():
+                self._tensorboard.expert_loads(record["step"], loads)
         if self.rank == 0:
             logger.info(step_line(record, self.total_steps))
 
@@ -231,9 +225,9 @@ class Metrics:
             logger.info(f"{progress(step, self.total_steps)}  validation loss {loss:.4f}")
 
     def maybe_log_histograms(self, step: int, model: torch.nn.Module) -> None:
-        """Log histograms of the parameters and gradients if `metrics.histogram_freq` makes the step due: all ranks
-        together."""
-        if not self._histogram_freq or step % self._histogram_freq:
+        """Log histograms of parameters and gradients every `metrics.histogram_freq` steps; all ranks together."""
+        freq = self.options.histogram_freq
+        if not self.options.enable_tensorboard or not freq or step % freq:
             return
         tensors: dict[str, torch.Tensor] = {}
         for name, parameter in model.named_parameters():
@@ -242,33 +236,26 @@ class Metrics:
                 tensors[f"gradients/{name}"] = parameter.grad
         counted = histograms(tensors, device())
         if self._tensorboard is not None:
-            with self._going_on_without():
+            with self._errors_logged():
                 self._tensorboard.histograms(step, counted)
 
     def close(self) -> None:
         """Close the dashboards."""
         show_status("")
         for dashboard in self._dashboards:
-            with self._going_on_without():
+            with self._errors_logged():
                 dashboard.close()
 
     def __enter__(self) -> "Metrics":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _mfu(self) -> float | None:
-        if self._flops is None or self.peak_flops is None:
-            return None
-        return self._flops / self._step_time_s / self.peak_flops
 
     def _write(self, record: dict[str, Any], curves: dict[str, float]) -> None:
         """Write a record to metrics.jsonl, and its numbers and `curves` to the dashboards."""
         if self._json is not None:
-            with self._going_on_without():
+            with self._errors_logged():
                 append(self._json, record)
         shown = dict(record)
         if "data_loading_s" in record:
@@ -276,22 +263,17 @@ class Metrics:
         curves |= {tag: shown[key] for key, tag in TAGS.items() if shown.get(key) is not None}
         curves |= {f"data/tokens_{name}": tokens for name, tokens in record.get("tokens_by_source", {}).items()}
         for dashboard in self._dashboards:
-            with self._going_on_without():
+            with self._errors_logged():
                 dashboard.scalars(record["step"], curves)
 
     @contextmanager
-    def _going_on_without(self) -> Iterator[None]:
-        """Suppress an error in writing, and log the first: training goes on, and the console shows the numbers."""
+    def _errors_logged(self) -> Iterator[None]:
+        """Suppress an error in writing, and log the first: training continues, and the console has the numbers."""
         try:
             yield
         except OSError as error:
             if is_away(error):
                 raise
-            if not self._has_lost:
+            if not self._has_failed:
                 logger.error(f"numbers of steps are lost for metrics.jsonl or a dashboard, training goes on: {error}")
-            self._has_lost = True
-
-
-def busiest_over_mean(load_E: torch.Tensor) -> float:
-    """Return the largest load of an expert over the mean load: 1 is perfect balance."""
-    return float(load_E.max() / load_E.double().mean())
+            self._has_failed = True

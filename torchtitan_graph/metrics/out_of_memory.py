@@ -35,7 +35,7 @@ def report(
     """
     sizes: dict[str, int] = {}  # kind -> bytes
     found: list[tuple[int, str]] = []
-    seen: set[int] = set()
+    seen: set[int] = set()  # addresses of storages
     for kind, name, tensor in [*_state(model, optimizer), *_values(error)]:
         storage = tensor.untyped_storage()
         if storage.device.type != "meta" and storage.data_ptr() not in seen:

@@ -15,20 +15,11 @@ from torchtitan_graph.log import logger
 from torchtitan_graph.metrics.out_of_memory import is_out_of_memory
 from torchtitan_graph.torch_private.profiler import record_memory_history, save_memory_snapshot
 
-
-class Profiler:
-    """The profilers of a run; call `step()` after each training step."""
-
-    def __init__(self, step: Callable[[], None]) -> None:
-        self.step = step
+Step = Callable[[], None]  # to be called after each training step
 
 
 def check_profiling(config: job.Profiling) -> None:
-    """Check `profiling.enable_memory_snapshot` before any work is done.
-
-    Raises:
-        UserError: it is on, and there is no GPU.
-    """
+    """Raise UserError if `profiling.enable_memory_snapshot` is on and there is no GPU."""
     if config.enable_memory_snapshot and device_type() != "cuda":
         raise UserError(
             "profiling.enable_memory_snapshot = true: snapshots are of a GPU's memory, and this process runs on a CPU; "
@@ -50,26 +41,26 @@ def _write(what: str, path: Path, write: Callable[[Path], None]) -> None:
 
 
 @contextmanager
-def maybe_profile(config: job.Profiling, dump_folder: Path, rank: int, start_step: int = 0) -> Iterator[Profiler]:
-    """Trace steps and save memory snapshots, as [profiling] sets."""
+def maybe_profile(config: job.Profiling, dump_folder: Path, rank: int, start_step: int = 0) -> Iterator[Step]:
+    """Trace steps and save memory snapshots, as [profiling] sets; yields a function to call after each step."""
     with (
         _maybe_trace(config, dump_folder / "profile_traces", rank, start_step) as trace,
         _maybe_snapshot(config, dump_folder / "memory_snapshot", rank, start_step) as snapshot,
     ):
 
         def step() -> None:
-            trace.step()
-            snapshot.step()
+            trace()
+            snapshot()
 
-        yield Profiler(step)
+        yield step
 
 
 @contextmanager
-def _maybe_snapshot(config: job.Profiling, folder: Path, rank: int, start_step: int) -> Iterator[Profiler]:
+def _maybe_snapshot(config: job.Profiling, folder: Path, rank: int, start_step: int) -> Iterator[Step]:
     """Record the GPU allocator's history, and save it every `profile_freq` steps, and when memory runs out, to
     `FOLDER/step-N/rankR.pickle`, which https://pytorch.org/memory_viz shows."""
     if not config.enable_memory_snapshot:
-        yield Profiler(lambda: None)
+        yield lambda: None
         return
     done = start_step
 
@@ -84,7 +75,7 @@ def _maybe_snapshot(config: job.Profiling, folder: Path, rank: int, start_step: 
 
     record_memory_history(True)
     try:
-        yield Profiler(step)
+        yield step
     except BaseException as error:
         if is_out_of_memory(error):
             save(f"step-{done + 1}-out-of-memory")
@@ -94,14 +85,14 @@ def _maybe_snapshot(config: job.Profiling, folder: Path, rank: int, start_step: 
 
 
 @contextmanager
-def _maybe_trace(config: job.Profiling, traces: Path, rank: int, start_step: int) -> Iterator[Profiler]:
+def _maybe_trace(config: job.Profiling, traces: Path, rank: int, start_step: int) -> Iterator[Step]:
     """Trace the last of every `profile_freq` steps, if `profiling.enable_profiling` is set.
 
     The trace of step N, counted from the run's beginning, is `TRACES/step-N/rankR.json.gz`. Up to 3 steps before it are
     traced too and thrown away, to warm the profiler up.
     """
     if not config.enable_profiling:
-        yield Profiler(lambda: None)
+        yield lambda: None
         return
     unrecorded, done = config.profile_freq - 1, 0
     warmup = min(3, unrecorded)
@@ -125,4 +116,4 @@ def _maybe_trace(config: job.Profiling, traces: Path, rank: int, start_step: int
                 warnings.filterwarnings("ignore", message="Warning: Profiler clears events")
                 profiler.step()
 
-        yield Profiler(step)
+        yield step

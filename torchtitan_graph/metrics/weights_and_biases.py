@@ -1,4 +1,4 @@
-"""Weights & Biases: TensorBoard's numbers, sent there, or kept in a folder that `wandb sync` sends later."""
+"""Weights & Biases: TensorBoard's numbers, uploaded, or kept in a folder that `wandb sync` uploads later."""
 
 import importlib.util
 import os
@@ -11,17 +11,13 @@ from typing import Any
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
 from torchtitan_graph.patience import refuse_unwritable
-from torchtitan_graph.small_files import BadFile, read_text
+from torchtitan_graph.small_files import BadFile, read_text, write_text
 
 KEPT = "wandb_run_id"
 
 
 def check_wandb(enabled: bool) -> None:
-    """Check `metrics.enable_wandb` before any work is done.
-
-    Raises:
-        UserError: it is on, and wandb is not installed.
-    """
+    """Raise UserError if `metrics.enable_wandb` is on and wandb is not installed."""
     if enabled and importlib.util.find_spec("wandb") is None:
         raise UserError(
             "metrics.enable_wandb = true: the package wandb is not installed; pip install wandb, or use "
@@ -35,7 +31,7 @@ class WeightsAndBiases:
     WANDB_PROJECT and WANDB_NAME name it. Without WANDB_API_KEY (or another WANDB_MODE) nothing leaves the machine.
 
     Args:
-        folder: where wandb keeps its files, and the run's id is kept.
+        folder: of wandb's files, and of the file with the run's id.
         settings: every option of the run, to search and compare runs by.
     """
 
@@ -72,9 +68,9 @@ class WeightsAndBiases:
 def _run_id(kept: Path, new: bool) -> str:
     """Return the run id in a file; if it holds none, a new one, which is stored there."""
     try:
-        if not new and re.fullmatch(r"[\w-]{1,128}", found := read_text(kept), re.ASCII):
-            return found
         if not new:
+            if re.fullmatch(r"[\w-]{1,128}", found := read_text(kept), re.ASCII):
+                return found
             raise BadFile(f"{kept}: holds no id of a run")
     except FileNotFoundError:
         pass
@@ -82,7 +78,5 @@ def _run_id(kept: Path, new: bool) -> str:
         logger.warning(f"{error}; a new run begins at Weights & Biases")
     run_id = uuid.uuid4().hex
     kept.parent.mkdir(parents=True, exist_ok=True)
-    tmp = kept.with_name(f"{kept.name}.tmp")
-    tmp.write_text(run_id)
-    os.replace(tmp, kept)
+    write_text(kept, run_id)
     return run_id

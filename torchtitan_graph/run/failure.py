@@ -11,7 +11,7 @@ from typing import Any, TypedDict
 
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.patience import FULL
-from torchtitan_graph.run.files import read_json, write_json
+from torchtitan_graph.run.files import read_record, write_json
 from torchtitan_graph.run.identity import Identity, Seconds, identity
 from torchtitan_graph.run.lock import FolderHeld
 from torchtitan_graph.small_files import Count
@@ -101,7 +101,7 @@ def read_failures(dump_folder: Path) -> list[Failure]:
     The cause comes first: the earliest that is not merely the loss of a peer.
     """
     me = identity()
-    found = [read_json(path, Failure) for path in (dump_folder / FOLDER).glob("*.json")]
+    found = [read_record(path, Failure) for path in (dump_folder / FOLDER).glob("*.json")]
     records = [r for r in found if r and r["job_id"] == me["job_id"] and r["attempt"][0] == me["attempt"][0]]
     last = max((record["attempt"][1] for record in records), default=0)
     records = [record for record in records if record["attempt"][1] == last]

@@ -1,6 +1,5 @@
-"""Writing of files that others read meanwhile, and of files that a command is asked for."""
+"""JSON records of a run, which others read while it writes them, and the result files of commands."""
 
-import contextlib
 import json
 import os
 from collections.abc import Mapping
@@ -10,8 +9,7 @@ from typing import Any, TypeVar
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
 from torchtitan_graph.patience import FULL, is_away
-from torchtitan_graph.small_files import BadFile
-from torchtitan_graph.small_files import read_json as read_small_json
+from torchtitan_graph.small_files import BadFile, read_json, write_text
 
 T = TypeVar("T")
 
@@ -31,28 +29,8 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
             os.fsync(file.fileno())
 
 
-def write_text(path: Path, content: str) -> None:
-    """Replace a file's content atomically: a reader, or a kill at any moment, finds old or new, an error old."""
-    tmp = path.with_name(f"{path.name}.tmp")
-    try:
-        tmp.unlink(missing_ok=True)  # it might be a FIFO, which is not opened before it is read
-        with tmp.open("w", encoding="utf-8") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(tmp, path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            tmp.unlink()
-        raise
-
-
 def check_result(option: str, path: Path) -> None:
-    """Check that a result file can be written, before the work that fills it.
-
-    Raises:
-        UserError: it is a folder, or its folder is not there or takes no files; names the option.
-    """
+    """Check that a result file can be written, before the work that fills it; raise a UserError naming the option."""
     if path.is_dir():
         raise UserError(f"{option} {path}: is a folder; name a file")
     if not path.parent.is_dir():
@@ -64,8 +42,7 @@ def check_result(option: str, path: Path) -> None:
 def write_result(option: str, path: Path, content: str) -> None:
     """Write a command's result file like `write_text`; one that is no regular file, such as /dev/stdout, in place.
 
-    Raises:
-        UserError: it can't be written; names the option and the reason. Nothing of it is left.
+    Raises a UserError with the option and the reason if it can't be written; nothing of it is left.
     """
     try:
         if path.exists() and not path.is_file():
@@ -76,14 +53,10 @@ def write_result(option: str, path: Path, content: str) -> None:
         raise UserError(f"{option} {path}: can't be written: {error.strerror or error}") from error
 
 
-def read_json(path: Path, schema: type[T]) -> T | None:
-    """Return the content of an informative file; None where it is missing, or, with a warning, unusable.
-
-    Raises:
-        OSError: a transient I/O error.
-    """
+def read_record(path: Path, schema: type[T]) -> T | None:
+    """Return a run's record; None if it is missing, or, with a warning, unusable. Raises transient I/O errors."""
     try:
-        return read_small_json(path, schema)
+        return read_json(path, schema)
     except FileNotFoundError:
         return None
     except (BadFile, OSError) as error:

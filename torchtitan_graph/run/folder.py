@@ -15,11 +15,10 @@ from torchtitan_graph.parallel.agree import files_group, on_rank_0
 from torchtitan_graph.patience import refuse_unreadable, refuse_unwritable, wait_for_storage
 from torchtitan_graph.run.drift import check_drift
 from torchtitan_graph.run.failure import give_back_reserve, reserve
-from torchtitan_graph.run.files import write_text
 from torchtitan_graph.run.hang import TRACES, remove_if_empty
 from torchtitan_graph.run.lock import Lock
 from torchtitan_graph.run.status import FAILED, HEARTBEAT_S, Status
-from torchtitan_graph.small_files import BadFile, read_small
+from torchtitan_graph.small_files import BadFile, read_small, write_text
 
 
 class RunFolder:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_graph import stop
-from torchtitan_graph.run.files import read_json, write_json
+from torchtitan_graph.run.files import read_record, write_json
 from torchtitan_graph.run.identity import Identity, Seconds, identity
 from torchtitan_graph.small_files import Count
 
@@ -38,7 +38,7 @@ class Written(Identity):
 
 def read_status(folder: Path) -> Written | None:
     """Return the status of the run in a folder; None where there is no usable one."""
-    return read_json(folder / NAME, Written)
+    return read_record(folder / NAME, Written)
 
 
 class Status:

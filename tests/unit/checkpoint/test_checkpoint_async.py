@@ -150,12 +150,12 @@ def leave(run: Checkpointer) -> None:
 
 @pytest.mark.parametrize(
     "come_next",
-    [lambda run: run.save(3, {}), Checkpointer.wait, lambda run: run.hear([FAILED]), leave],
+    [lambda run: run.save(3, {}), Checkpointer.wait, lambda run: run.check_flags([FAILED]), leave],
     ids=["save", "wait", "hear", "leave"],
 )
 def test_an_error_is_raised_by_whatever_comes_next(come_next: Callable[[Checkpointer], None], tmp_path: Path) -> None:
     run = failed(tmp_path)
-    assert run.news() == FAILED
+    assert run.flags() == FAILED
     with pytest.raises(SaveError, match=r"step-2 could not be saved \(.*step-2\.tmp"):
         come_next(run)
     assert saved_values(tmp_path, 1) == {1.0}
@@ -227,12 +227,12 @@ def test_a_full_disk_on_one_rank_is_an_error_on_all(rank: int, mode: str, tmp_pa
 
 def test_rank_0s_clock_is_everybodys(tmp_path: Path) -> None:
     run = checkpointer_of(tmp_path, async_mode="disabled", interval=100)
-    run.hear([0, DUE])
+    run.check_flags([0, DUE])
     run.maybe_save(3, dict)
     assert not list(tmp_path.iterdir())
-    run.hear([DUE, 0])
+    run.check_flags([DUE, 0])
     run.maybe_save(4, dict)
-    run.hear([0, 0])
+    run.check_flags([0, 0])
     run.maybe_save(5, dict)
     assert [path.name for path in tmp_path.iterdir()] == ["step-4"]
 
@@ -244,12 +244,12 @@ def test_the_clock_begins_anew_with_each_save(tmp_path: Path, monkeypatch: pytes
 
     def news_at(seconds: float) -> int:
         now[0] = seconds
-        return run.news()
+        return run.flags()
 
     assert [news_at(119), news_at(120), news_at(121)] == [0, DUE, DUE]
     run.save(1, {})
     assert [news_at(240), news_at(241)] == [0, DUE]
-    assert checkpointer_of(tmp_path).news() == 0  # interval_minutes = 0
+    assert checkpointer_of(tmp_path).flags() == 0  # interval_minutes = 0
 
 
 def test_milestones_are_saved_and_kept(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from torchtitan_graph.config import JobConfig, job
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
 from torchtitan_graph.metrics import Metrics, console, jsonl, metrics, tensorboard
-from torchtitan_graph.metrics.records import read_records
+from torchtitan_graph.metrics.jsonl import read_records
 from torchtitan_graph.small_files import BadFile
 
 KEYS = [

@@ -14,13 +14,13 @@ from torchtitan_graph.metrics import check_profiling, maybe_profile
 
 
 def train(config: job.Profiling, folder: Path, num_steps: int, fail_at: int | None = None, start_step: int = 0) -> None:
-    with maybe_profile(config, folder, rank=1, start_step=start_step) as profiler:
+    with maybe_profile(config, folder, rank=1, start_step=start_step) as end_step:
         for step in range(1, num_steps + 1):
             with torch.profiler.record_function(f"step {start_step + step}"):
                 torch.ones(2, 2) @ torch.ones(2, 2)
             if step == fail_at:
                 raise ValueError("non-finite loss")
-            profiler.step()
+            end_step()
 
 
 def steps_in(path: Path) -> list[str]:
@@ -88,10 +88,10 @@ def test_memory_snapshots_are_refused_by_name_on_a_cpu() -> None:
 @pytest.mark.gpu
 def test_memory_snapshots_of_a_gpu(tmp_path: Path) -> None:
     config = job.Profiling(enable_memory_snapshot=True, profile_freq=2)
-    with pytest.raises(torch.OutOfMemoryError), maybe_profile(config, tmp_path, rank=1, start_step=10) as profiler:
+    with pytest.raises(torch.OutOfMemoryError), maybe_profile(config, tmp_path, rank=1, start_step=10) as end_step:
         for _ in range(3):
             torch.ones(1000, device="cuda")
-            profiler.step()
+            end_step()
         torch.ones(2**50, device="cuda")
     written = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.pickle"))
     assert written == [f"memory_snapshot/step-{name}/rank1.pickle" for name in ("12", "14-out-of-memory")]

@@ -161,11 +161,13 @@ def build(
 
 def compile_whole(assembly: Assembly) -> Steps:
     """Return eager steps with the model's forward compiled as one. Its dense weights are one group of FSDP2's: hooks on
-    blocks would break the graph at each of them, and leave what `compile` measures."""
+    blocks would break the graph at each of them, and leave what `compile` measures. The loss stays outside: Dynamo traces
+    no gradient that is written over the logits."""
     assembly.prepare()
     model, layout, options = assembly.model, assembly.layout, assembly.options
     shard_eager(model, {}, layout, options.precision, options.reshard, options.target.device)
-    model.forward = torch.compile(model.forward)  # type: ignore[method-assign]
+    compiled = torch.compile(model.forward)
+    model.forward = lambda *inputs, side_outputs=False: compiled(*inputs, side_outputs=side_outputs)  # type: ignore
     return Steps(model, layout, make_eager_step(model, assembly.loss), None)
 
 

@@ -7,8 +7,7 @@
     python scripts/benchmark.py --trace_layers 4,8,16,32,64
 
 Each layout is a group of gloo (or, with GPUs, NCCL) processes: hsdp4 has two copies of the weights, each on two ranks;
-of ep2 each rank holds half of the experts. The loss is the one that training takes on the device; the two modes that
-compile eager mode compile torch's.
+of ep2 each rank holds half of the experts.
 The modes take turns, step by step, in the same processes, so that whatever else the machine does meets all of them;
 figures are medians, and ratios are medians of the ratios of neighbouring steps, with the first and the third quartile
 of the time's. Memory is the most that one step holds above what it started with: on a CPU from the profiler's record
@@ -52,7 +51,7 @@ from torchtitan_graph.parallel.join import join
 from torchtitan_graph.parallel.layout import Layout, ParallelDims
 from torchtitan_graph.parallel.recompute import Budget, Recompute
 from torchtitan_graph.parallel.storage import Precision, shard_eager
-from torchtitan_graph.passes.compile_regions import LOSS, WHOLE
+from torchtitan_graph.passes.compile_regions import WHOLE
 from torchtitan_graph.steps import Assembly, StepOptions, Steps, bind_graphs, build_graphs, build_steps, trace_steps
 from torchtitan_graph.steps.choices import ELEMENTWISE, FUSIONS, check_disabled, plan_regions
 from torchtitan_graph.torch_private.distributed import init_fake_process_group
@@ -66,7 +65,7 @@ SIZES: dict[str, dict[str, Any]] = {
 MODES = ("eager", "compile", "compile_whole", "graph", "blocks", "whole")
 EAGER = ("eager", "compile", "compile_whole")
 # The compiled regions of a graph; blocks and whole as in compile.codegen.
-REGIONS = {"regional": ("layers.*.feed_forward", "layers.*.moe"), "blocks": ("layers.*", LOSS), "whole": (WHOLE,)}
+REGIONS = {"regional": ("layers.*.feed_forward", "layers.*.moe"), "blocks": ("layers.*",), "whole": (WHOLE,)}
 
 
 def config_of(args: argparse.Namespace) -> Any:
@@ -162,11 +161,13 @@ def build(
 
 def compile_whole(assembly: Assembly) -> Steps:
     """Return eager steps with the model's forward compiled as one. Its dense weights are one group of FSDP2's: hooks on
-    blocks would break the graph at each of them, and leave what `compile` measures."""
+    blocks would break the graph at each of them, and leave what `compile` measures. The loss stays outside: Dynamo traces
+    no gradient that is written over the logits."""
     assembly.prepare()
     model, layout, options = assembly.model, assembly.layout, assembly.options
     shard_eager(model, {}, layout, options.precision, options.reshard, options.target.device)
-    model.forward = torch.compile(model.forward)  # type: ignore[method-assign]
+    compiled = torch.compile(model.forward)
+    model.forward = lambda *inputs, side_outputs=False: compiled(*inputs, side_outputs=side_outputs)  # type: ignore
     return Steps(model, layout, make_eager_step(model, assembly.loss), None)
 
 
@@ -363,8 +364,8 @@ def main() -> None:
     parser.add_argument("--layouts", type=words, default=["fsdp1", "fsdp2"], help="(default fsdp1,fsdp2)")
     parser.add_argument("--dtypes", type=words, default=["float32", "bfloat16"], help="compute dtypes")
     modes = (
-        "eager; eager with torch.compile of each block (compile) or of the whole forward (compile_whole), and of the"
-        " loss, torch's own; graph; graphs that Inductor compiles: regional (feed-forwards), blocks, whole;"
+        "eager; eager with torch.compile of each block (compile) or of the whole forward (compile_whole);"
+        " graph; graphs that Inductor compiles: regional (feed-forwards), blocks, whole;"
         " fusions alone: rms_norm, swiglu+rope; a graph that computes more again: graph@selective, graph@full, with a"
         " memory budget graph@50, blocks@50"
     )

@@ -204,7 +204,7 @@ def test_a_pass_that_breaks_the_sum_over_copies_is_named():
         assert error.startswith("pass drop_one_reduction promises")
 
 
-@pytest.mark.parametrize("broken", [faults.drop_one_sum_of_activations, faults.forget_the_sum_of_exponentials])
+@pytest.mark.parametrize("broken", [faults.drop_one_sum_of_activations, faults.shift_the_labels_of_the_gradient])
 def test_a_pass_that_breaks_tensor_parallelism_is_named(broken):
     for error in run_on(2, outcome, Cell(TP2, BF16), broken):
         assert error.startswith(f"pass {broken.__name__} promises")

@@ -503,7 +503,7 @@ class Compile:
     codegen: str = option(
         "off",
         "What Inductor compiles, equal to eager only up to rounding. off: only flex attention on a GPU; blocks: the"
-        " modules of regions and the loss, equal ones once; whole: everything between collectives, which takes seconds"
+        " modules of regions, equal ones once; whole: everything between collectives, which takes seconds"
         " to compile for each block.",
         choices=("off", "blocks", "whole"),
     )

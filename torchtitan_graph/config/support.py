@@ -94,7 +94,7 @@ UNSUPPORTED = {
     "optimizer.early_step_in_backward": _refuse(False, "gradients are clipped together before the step; remove it"),
     "training.enable_loss_parallel": _refuse(True, "set parallelism.disable_loss_parallel = true in its place"),
     "training.gc_freq": _ignore(50, "garbage is collected every 50 steps, on all ranks together"),
-    "training.loss_implementation": _gone("the loss is one operator, on every device"),
+    "training.loss_implementation": _ignore("auto", "the loss is one operator, on every device"),
     "training.mixed_precision_reduce": _refuse("float32", "gradients are reduced in float32; remove it"),
     **{f"{table}.dataloader.{name}": gone for table in ("training", "validation") for name, gone in _WORKERS.items()},
     "training.gc_debug": _ignore(False, "collections are not examined"),

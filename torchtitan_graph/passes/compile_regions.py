@@ -16,7 +16,6 @@ from torchtitan_graph.analysis.flops import attention_flops, matmul_flops
 from torchtitan_graph.analysis.liveness import Memories, most_within, readers_of_memory, size_of
 from torchtitan_graph.analysis.traffic import is_permutation
 from torchtitan_graph.graph import meta
-from torchtitan_graph.graph.blocks import loss_of
 from torchtitan_graph.graph.collectives import with_dynamic_rows
 from torchtitan_graph.graph.edit import call, erase_dead, is_view, value
 from torchtitan_graph.log import logger
@@ -25,13 +24,13 @@ from torchtitan_graph.ops.operator import operator_of
 from torchtitan_graph.torch_private.inductor import compile_by_inductor
 from torchtitan_graph.torch_private.tracing import boxed
 
-# Regions other than modules: a flex attention operator; nodes after the last module; all that can be compiled.
-FLEX, LOSS, WHOLE = "flex", "loss", "whole"
+# Regions other than modules: a flex attention operator; all that can be compiled.
+FLEX, WHOLE = "flex", "whole"
 
 _FORWARD, _BACKWARD = torch.ops.higher_order.flex_attention, torch.ops.higher_order.flex_attention_backward
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 
-# FLEX, LOSS, WHOLE or a pattern of module names -> Inductor's options there; None: one subgraph, not compiled
+# FLEX, WHOLE or a pattern of module names -> Inductor's options there; None: one subgraph, not compiled
 Regions = Mapping[str, Mapping[str, Any] | None]
 Compiled = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]  # takes its inputs as a list, and empties it
 
@@ -81,15 +80,14 @@ def compile_regions(gm: GraphModule, regions: Regions, compiles: bool = True) ->
 
 
 def tag_regions(gm: GraphModule, patterns: Sequence[str]) -> None:
-    """Write on each node of a region its name: its kind ("flex", "loss", a module), then its number or phase.
+    """Write on each node of a region its name: its kind ("flex", a module), then its number or phase.
 
     A flex attention operator is a region with its score and mask subgraphs alone. A module's forward and backward are
     two regions. In no region are collectives, nodes that layout passes put around them, views of a region's inputs,
     in-place operators, scatter-adds (an embedding's gradient), and rows on the ranks that hold their experts, whose
     number is unbacked.
     """
-    modules = [pattern for pattern in patterns if pattern not in (FLEX, LOSS, WHOLE)]
-    loss = _whole_loss(gm) if LOSS in patterns else set()
+    modules = [pattern for pattern in patterns if pattern not in (FLEX, WHOLE)]
     left_out = _never_compiled(gm)
     num_left = 0
     for node in gm.graph.nodes:
@@ -104,8 +102,6 @@ def tag_regions(gm: GraphModule, patterns: Sequence[str]) -> None:
             continue
         elif node.target is operator.getitem:
             meta.write(node, region=meta.region(node.args[0]))  # type: ignore[arg-type]
-        elif node in loss:
-            meta.write(node, region=LOSS)
         elif WHOLE in patterns or name:
             region = WHOLE if WHOLE in patterns else f"{name} {meta.phase(node)}"
             if not is_view(node) or meta.region(node.all_input_nodes[0]) == region:
@@ -130,12 +126,6 @@ def region_of(module: str, patterns: Iterable[str]) -> str | None:
 def _options(regions: Regions, node: Node) -> Mapping[str, Any] | None:
     name = (meta.region(node) or "").split()[0]
     return next(options for pattern, options in regions.items() if name in (pattern, region_of(name, [pattern])))
-
-
-def _whole_loss(gm: GraphModule) -> set[Node]:
-    """Return the nodes of the loss, or none for a loss computed row by row, which holds less memory than Inductor's."""
-    loss = loss_of(gm)
-    return set() if any(getattr(n.target, "namespace", "") == "torchtitan_graph" for n in loss) else loss
 
 
 def _never_compiled(gm: GraphModule) -> set[Node]:

@@ -21,7 +21,7 @@ from torchtitan_graph.graph.blocks import block_of
 from torchtitan_graph.log import logger
 from torchtitan_graph.models.layers.feed_forward import SwiGLU
 from torchtitan_graph.models.layers.rope import Rotation
-from torchtitan_graph.passes.compile_regions import FLEX, LOSS, WHOLE, Regions, region_of
+from torchtitan_graph.passes.compile_regions import FLEX, WHOLE, Regions, region_of
 
 _REMOVED = ("reuse_logits", "reuse_sharded_logits")  # passes that older files may name
 
@@ -111,7 +111,7 @@ def plan_regions(options: job.Compile, model: nn.Module, device: torch.device) -
             )
     fused = [_modules_of(name, model) for name in options.fusions]
     regions: dict[str, dict[str, Any]] = {pattern: {} for pattern in itertools.chain(patterns, *fused)}
-    regions |= {"off": {}, "blocks": {LOSS: {}}, "whole": {WHOLE: {}}}[options.codegen]
+    regions |= {WHOLE: {}} if options.codegen == "whole" else {}
     regions |= needed_regions(device)
     blocks = getattr(model, "blocks", {}) if options.dedupe_layers else {}
     alike = dict.fromkeys(re.sub(r"\b\d+\b", "*", name) for name in blocks)

@@ -34,7 +34,7 @@ from torchtitan_graph.parallel.layout import Layout, ParallelDims
 from torchtitan_graph.parallel.recompute import Recompute
 from torchtitan_graph.parallel.storage import Precision, buckets, plan_storage
 from torchtitan_graph.passes.cleanup import cleanup
-from torchtitan_graph.passes.compile_regions import FLEX, LOSS, WHOLE, compile_regions, tag_regions
+from torchtitan_graph.passes.compile_regions import FLEX, WHOLE, compile_regions, tag_regions
 from torchtitan_graph.passes.rematerialize import rematerialize
 from torchtitan_graph.passes.tag_recomputation import tag_recomputation
 from torchtitan_graph.steps import Assembly, build_graphs
@@ -231,7 +231,7 @@ def test_a_fusion_is_all_that_its_modules_compute_and_nothing_else(
 # --- mechanism ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("patterns", [["layers.*"], ["layers.*.up", LOSS], ["layers.*", LOSS, "output"]])
+@pytest.mark.parametrize("patterns", [["layers.*"], ["layers.*.up"], ["layers.*", "output"]])
 def test_the_rest_of_the_graph_stays_as_it_is(patterns: list[str], uncompiled: Compiled) -> None:
     gm = cleanup(trace_toy(toy()))
     expected = run_toy(gm)
@@ -319,7 +319,7 @@ def test_it_follows_all_other_passes(
     model = toy()
     gm = trace_toy(model, torch.bfloat16)
     storages = plan_storage(model, layout_of(dp_shard=4), Precision(compute=torch.bfloat16))
-    plan = PassPlan(storages, blocks(), buckets(model, blocks()), recompute, regions={"layers.*": {}, LOSS: {}})
+    plan = PassPlan(storages, blocks(), buckets(model, blocks()), recompute, regions={"layers.*": {}})
     for each in passes(plan):
         gm = each.run(gm)
         gm.graph.lint()
@@ -501,14 +501,14 @@ def plan(device: str = "cpu", **options: object) -> dict:
 
 def test_nothing_is_compiled_unless_asked_for_but_flex_attention_on_a_gpu() -> None:
     assert plan() == {} and plan("cuda") == {FLEX: {}}
-    assert plan(codegen="blocks") == {"layers.*": {}, LOSS: {}}
+    assert plan(codegen="blocks") == {"layers.*": {}}
     assert plan(codegen="whole") == {WHOLE: {}}
     assert plan("cuda", codegen="whole") == {WHOLE: {}, FLEX: {}}
 
 
 def test_fusions_are_compiled_beside_what_codegen_says() -> None:
     assert plan(fusions=["rms_norm"]) == {"layers.*.norm": {}}
-    assert plan(fusions=["rms_norm"], codegen="blocks", regions=["output"]).keys() == {"output", "layers.*.norm", LOSS}
+    assert plan(fusions=["rms_norm"], codegen="blocks", regions=["output"]).keys() == {"output", "layers.*.norm"}
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_graph.capture.dynamo import CAPTURES
-from torchtitan_graph.checkpoint import begins_anew, check_choice
+from torchtitan_graph.checkpoint import check_choice, is_new_run
 from torchtitan_graph.checkpoint.folder import CHECKPOINTS
 from torchtitan_graph.config import JobConfig, shard_degree, target_of
 from torchtitan_graph.data.open_corpus import check_names
@@ -122,7 +122,7 @@ class Blueprint:
         config = self.config.checkpoint
         folder = self.dump_folder / CHECKPOINTS
         check_choice(folder, config, self.config.training.steps)
-        if config.initial_load_in_hf and begins_anew(folder, config):
+        if config.initial_load_in_hf and is_new_run(folder, config):
             with self.initial_load_in_hf() as path:
                 check_weights(self.model, self.family, path, quantized=config.initial_load_in_hf_quantized)
 

@@ -33,7 +33,7 @@ from torchtitan_graph.run.files import read_record
 # The signal sent to workers for each signal to the launcher.
 PASSED_ON = {number: number for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
 PASSED_ON |= {signal.SIGHUP: signal.SIGTERM, signal.SIGQUIT: signal.SIGTERM}
-# Loggers of torchrun's agent: how workers ended, which `tell` reports; and that the store is gone, with a C++ stack, as
+# Loggers of torchrun's agent: how workers ended, which `report` logs; and that the store is gone, with a C++ stack, as
 # after many runs on several nodes, when the first agent ends before the others. Where it matters it is raised, too.
 QUIET = ("multiprocessing", "rendezvous")
 LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"  # torch reads it when it is imported
@@ -43,11 +43,18 @@ TEARDOWN_S = 60.0  # time in which a worker that has finished its work ends
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the launcher, and return the exit code: 0, or that of the first rank that failed."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    at = words.index("--") if "--" in words else -1
-    torchrun, options = words[: max(at, 0)], words[at + 1 :]
     stop.install()
     init_logging()
+    try:
+        return _main(list(sys.argv[1:] if argv is None else argv))
+    except UserError as error:
+        logger.error(str(error))
+        return CONFIGURATION
+
+
+def _main(words: list[str]) -> int:
+    at = words.index("--") if "--" in words else -1
+    torchrun, options = words[: max(at, 0)], words[at + 1 :]
     try:
         config = load(options)  # before importing torch, which takes seconds
         if config.comm.mode == "fake_backend":
@@ -56,9 +63,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not torchrun:
             check(config, _num_ranks())
             _shown_ranks(_num_ranks())
-    except UserError as error:
-        logger.error(str(error))
-        return CONFIGURATION
     except OSError as error:
         if not is_away(error):
             raise
@@ -67,15 +71,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         folder = Path(tempfile.mkdtemp(prefix="torchtitan_graph."))
     except OSError as error:
-        logger.error(f"the launcher has no place for its files: {error}; name one that can be written in TMPDIR")
-        return CONFIGURATION
+        raise UserError(f"the launcher can't make its folder: {error}; name a writable one in TMPDIR") from error
     launch = Launch(folder)
     try:
         torchrun = torchrun or on_this_machine(_num_ranks(), folder)
         return launch.run([*torchrun, "-m", "torchtitan_graph.train", *options])
-    except UserError as error:
-        logger.error(str(error))
-        return CONFIGURATION
     finally:
         if not launch.has_logs_to_read:
             shutil.rmtree(folder, ignore_errors=True)
@@ -104,21 +104,20 @@ def on_this_machine(num_ranks: int, folder: Path) -> list[str]:
 
 
 class Launch:
-    """One run of torchrun's agent. `folder` is where the workers leave their process ids and why they ended."""
+    """One run of torchrun's agent. `folder` has the workers' process ids and failure records."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.has_logs_to_read = False
         self._signals: list[signal.Signals] = []
-        self._told: set[Path] = set()  # the files of workers that got the last signal
+        self._signalled: set[Path] = set()  # the files of workers that got the last signal
         self._signalled_at = 0.0
         self._ended: BaseException | None = None
 
     def run(self, words: list[str]) -> int:
         """Start the workers, wait for them, log why they ended, and return the exit code.
 
-        Raises:
-            UserError: torchrun does not take its options.
+        Raises UserError if torchrun does not take its options.
         """
         is_asked_for = LOG_LEVEL in os.environ
         os.environ.setdefault(LOG_LEVEL, "ERROR")
@@ -140,30 +139,30 @@ class Launch:
             raise UserError(f"torchrun can't take these options: {error}") from error
         stop.begin_steps()  # from here on a signal does not end this process, but is passed to the workers
         for number in PASSED_ON:
-            signal.signal(number, self._note)
+            signal.signal(number, self._on_signal)
         agent = threading.Thread(target=self._run, args=(run.run, arguments), daemon=True)
         agent.start()
         attempt = 0
         while agent.is_alive():
             agent.join(0.2)
-            self._pass_on()
+            self._forward_signal()
             self._kill_hanging()
             if self._is_alone():
-                self.tell(attempt, {})
+                self.report(attempt, {})
                 name = stop.name(self._signals[-1])
                 logger.warning(
                     f"stopped by {name} while no rank ran: torchrun waited for other machines, to start them"
                 )
                 return stop.exit_code(self._signals[-1])
             if self._attempt() > attempt:
-                self.tell(attempt, {})
+                self.report(attempt, {})
                 attempt = self._attempt()
                 logger.warning(f"all ranks are started again: {attempt} of {arguments.max_restarts} times")
         if isinstance(self._ended, ChildFailedError):
-            return self.tell(attempt, self._ended.failures)
+            return self.report(attempt, self._ended.failures)
         if self._ended is not None:
             raise self._ended
-        return self.tell(attempt, {})
+        return self.report(attempt, {})
 
     def _run(self, run: Any, arguments: Any) -> None:
         try:
@@ -171,18 +170,18 @@ class Launch:
         except BaseException as error:
             self._ended = error
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._signals.append(PASSED_ON[signal.Signals(number)])
-        self._told, self._signalled_at = set(), time.monotonic()
+        self._signalled, self._signalled_at = set(), time.monotonic()
 
-    def _pass_on(self) -> None:
+    def _forward_signal(self) -> None:
         """Send the last signal to each worker of the running attempt; it handles signals once its file exists."""
         if not self._signals:
             return
-        for file in set(self.folder.glob(f"{self._attempt()}.*.pid")) - self._told:
+        for file in set(self.folder.glob(f"{self._attempt()}.*.pid")) - self._signalled:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(file.name.split(".")[1]), self._signals[-1])
-                self._told.add(file)
+                self._signalled.add(file)
 
     def _kill_hanging(self) -> None:
         """Kill a worker that hangs after its work is done: it handles no signal any more, and torchrun waits for it."""
@@ -196,18 +195,18 @@ class Launch:
     def _is_alone(self) -> bool:
         """Return whether a signal came while no worker exists: torchrun waits for other machines, before the first
         attempt or the next."""
-        return bool(self._signals) and not self._told and time.monotonic() > self._signalled_at + ALONE_S
+        return bool(self._signals) and not self._signalled and time.monotonic() > self._signalled_at + ALONE_S
 
     def _attempt(self) -> int:
         return max((int(file.name.split(".")[0]) for file in self.folder.glob("*.pid")), default=0)
 
-    def tell(self, attempt: int, failures: dict[int, Any]) -> int:
+    def report(self, attempt: int, failures: dict[int, Any]) -> int:
         """Log why the first rank failed, and a line for each other one. Return its exit code; 0 if none failed."""
         stopped = {stop.exit_code(number) for number in self._signals}
         records = [read_record(file, RankFailure) for file in self.folder.glob(f"{attempt}.*.json")]
         ends = [_reported(record, stopped) for record in records if record is not None]
-        told = {end.rank for end in ends}
-        silent = {rank: failure for rank, failure in failures.items() if rank not in told}
+        reported = {end.rank for end in ends}
+        silent = {rank: failure for rank, failure in failures.items() if rank not in reported}
         ends += [_silent(rank, failure, stopped, self._logs_of(attempt, failure)) for rank, failure in silent.items()]
         if not ends:
             return 0

@@ -3,11 +3,12 @@
     srun --ntasks-per-node=8 python -m torchtitan_graph.preflight DUMP_FOLDER
     torchrun --nproc-per-node=8 -m torchtitan_graph.preflight DUMP_FOLDER
 
-One process per GPU, or per CPU node; under srun with MASTER_ADDR and MASTER_PORT set. Every process looks at its own
-device, at the shared folder and at its clock and its code, and reports to rank 0 through a store; whoever does not
-report is bad too. Then they all communicate. Exit code 5 if a node is bad.
+One process per GPU, or per CPU node; under srun with MASTER_ADDR and MASTER_PORT set. Every process checks its device,
+the shared folder, its clock and its code, and reports to rank 0 through a store; a node that does not report is bad
+too. Then they all communicate. Exit code 5 if a node is bad.
 """
 
+import contextlib
 import datetime
 import hashlib
 import json
@@ -73,9 +74,10 @@ def main() -> int:
     if not problems:
         problems = _communicate(store, rank, world_size, [reports[r]["node"] for r in range(world_size)])
     for node, found in sorted(problems.items()):
-        logger.error(f"node {node}: {'; '.join(sorted(set(found)))}")
+        why = "; ".join(sorted(set(found)))
+        logger.error(f"node {node}: {why}")
         try:
-            write_bad_node(folder, node, "; ".join(sorted(set(found))))
+            write_bad_node(folder, node, why)
         except OSError as error:
             logger.warning(f"that node {node} is bad is not written to {folder}: {error}")
     if not problems:
@@ -121,7 +123,7 @@ def judge(folder: Path, reports: dict[int, dict[str, Any]]) -> Problems:
         if _read(mark) == each["node"]:
             mark.unlink()
         elif not each["problems"]:
-            problems[each["node"]].append(f"what it wrote to {folder} can't be seen: the folder is not shared")
+            problems[each["node"]].append(f"its file in {folder} can't be read by rank 0: the folder is not shared")
     return {node: found for node, found in problems.items() if found}
 
 
@@ -134,11 +136,8 @@ def _read(mark: Path) -> str | None:
 
 def merge(*parts: Problems) -> Problems:
     """Return the union of several findings."""
-    merged: Problems = {}
-    for part in parts:
-        for node, found in part.items():
-            merged.setdefault(node, []).extend(found)
-    return merged
+    nodes = dict.fromkeys(node for part in parts for node in part)
+    return {node: [problem for part in parts for problem in part.get(node, [])] for node in nodes}
 
 
 def slow_nodes(nodes: list[str], seconds: dict[tuple[int, int], float]) -> Problems:
@@ -200,18 +199,14 @@ def _node_of(rank: int, world_size: int) -> str:
 
 
 def _answer_for_clock(store: dist.TCPStore, rank: int) -> None:
-    try:
+    with contextlib.suppress(RuntimeError):  # rank 0 is gone, and the next wait reports it
         store.wait([f"clock?/{rank}"], datetime.timedelta(seconds=2 * REPORT_WITHIN_S))
         store.set(f"clock/{rank}", repr(time.time()))
-    except RuntimeError:  # rank 0 is gone, and the next wait reports it
-        pass
 
 
 def _compare_clocks(store: dist.TCPStore, reports: dict[int, dict[str, Any]]) -> Problems:
     problems: Problems = {}
-    for rank in reports:
-        if rank == 0:
-            continue
+    for rank in sorted(reports.keys() - {0}):
         before = time.time()
         store.set(f"clock?/{rank}", "")
         there = float(store.get(f"clock/{rank}"))
@@ -228,9 +223,8 @@ def _follow(store: dist.TCPStore, rank: int, world_size: int) -> int:
     except RuntimeError:
         logger.error(f"rank {rank} on {identity()['host']}: rank 0 is gone")
         return BAD_NODE
-    if json.loads(store.get("verdict")):
-        return BAD_NODE
-    return BAD_NODE if _communicate(store, rank, world_size, [""] * world_size) else 0
+    found = json.loads(store.get("verdict")) or _communicate(store, rank, world_size, [""] * world_size)
+    return BAD_NODE if found else 0
 
 
 def _communicate(store: dist.TCPStore, rank: int, world_size: int, nodes: list[str]) -> Problems:

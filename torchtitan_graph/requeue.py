@@ -78,7 +78,7 @@ def begin_attempt(folder: Path, job_id: str, restart: int, nodes: list[str], dow
     return _limit(attempts, [], f"attempt {restart + 1} on {', '.join(nodes)}")
 
 
-def end_attempt(folder: Path, job_id: str, restart: int, down: list[str], told_to_stop: bool = False) -> Decision:
+def end_attempt(folder: Path, job_id: str, restart: int, down: list[str], got_signal: bool = False) -> Decision:
     """Record how an attempt ended, and decide whether another follows."""
     attempts = _attempts(folder, job_id)
     if not attempts:  # the record of its beginning is gone
@@ -99,9 +99,9 @@ def end_attempt(folder: Path, job_id: str, restart: int, down: list[str], told_t
     elif codes.intersection(FINAL):
         why = "it would fail in the same way again"
     elif FAULT in codes and not failures[0]["lost_peer"]:
-        why = "an error that is no node's"
-    elif told_to_stop and not failures:
-        again, why = True, f"told to stop, and ended before it {'had saved' if mine else 'trained'}"
+        why = "an error that is not a node's"
+    elif got_signal and not failures:
+        again, why = True, f"stopped by a signal before it {'had saved' if mine else 'trained'}"
     else:
         again, why = True, "a node failed the preflight" if failures and not mine else "a process or a node was lost"
         attempt["bad_nodes"] += [failure["host"] for failure in failures if failure["code"] == BAD_NODE]
@@ -159,8 +159,7 @@ def main() -> int:
         if not is_away(error):
             raise
         print(f"requeue: go on: storage is away: {error}", file=sys.stderr)
-        requeued = _requeue(job_id, [])
-        return 0 if requeued and when != "begin" else 1
+        return 0 if _requeue(job_id, []) and when != "begin" else 1
     if when == "begin":
         print(folder)
     held = [node for node in decision.exclude if node in nodes]
@@ -169,15 +168,14 @@ def main() -> int:
         return 0 if decision.why == "the run is finished" else 1
     if when == "begin" and not held:
         return 0
-    requeued = _requeue(job_id, decision.exclude)
-    return 0 if requeued and when != "begin" else 1
+    return 0 if _requeue(job_id, decision.exclude) and when != "begin" else 1
 
 
 def _decide(when: str, folder: Path, job_id: str, restart: int, nodes: list[str]) -> Decision:
     down = _slurm("sinfo", "--noheader", "--Node", "--states=down,drain,fail,unk,no_respond", "--format=%N").split()
     if when == "begin":
         return begin_attempt(folder, job_id, restart, nodes, down)
-    decision = end_attempt(folder, job_id, restart, down, told_to_stop=when == "stopped")
+    decision = end_attempt(folder, job_id, restart, down, got_signal=when == "stopped")
     _report(folder)
     return decision
 

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 START = time.time()  # start of this process, as near as a module can tell
 
-# The environment variable with a folder where workers leave their process ids, and why they ended: see launch.py.
+# The environment variable with a folder where workers write their process ids and failure records: see launch.py.
 LAUNCHER = "TORCHTITAN_GRAPH_LAUNCHER"
 GRACE_S = 1.5  # time to end in order before the first step; then the process is ended at any point
 
@@ -29,7 +29,7 @@ _received, _received_at = 0, 0.0
 _before: dict[int, Any] = {}  # the previous handlers of the signals; empty where they are not handled here
 _pid = 0  # of the process that installed the handlers; its children inherit them
 _pipe = -1  # write end of the pipe by which `_watch` learns of signals
-_can_unwind = False  # whether somebody catches `Stopped`
+_can_unwind = False  # whether `Stopped` is caught
 _stepping = False
 
 
@@ -40,13 +40,13 @@ class Stopped(BaseException):
 def install() -> bool:
     """Install the signal handlers, and register with the launcher. Only a main thread can; others do nothing.
 
-    Returns whether this began here: whoever began it ends it with `restore`, or with the process.
+    Returns whether they were installed by this call: then its caller has to call `restore`, or end the process.
     """
     global _pid, _pipe, _received
     if (_before and _pid == os.getpid()) or threading.current_thread() is not threading.main_thread():
         return False
     _received = 0
-    _before.update({number: signal.signal(number, _note) for number in _signals})
+    _before.update({number: signal.signal(number, _handle) for number in _signals})
     if _pid != os.getpid():
         _pid = os.getpid()
         read, _pipe = os.pipe()
@@ -109,9 +109,12 @@ def exit_code(number: int = 0) -> int:
     return 128 + (number or _received)
 
 
-def _touch(what: str) -> None:
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    Path(os.environ[LAUNCHER], f"{attempt}.{os.getpid()}.{what}").touch()
+def _attempt() -> str:
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+
+
+def _touch(suffix: str) -> None:
+    Path(os.environ[LAUNCHER], f"{_attempt()}.{os.getpid()}.{suffix}").touch()
 
 
 def _die_with_launcher() -> None:
@@ -125,7 +128,7 @@ def _die_with_launcher() -> None:
             os._exit(128 + signal.SIGKILL)
 
 
-def _note(number: int, frame: FrameType | None) -> None:
+def _handle(number: int, frame: FrameType | None) -> None:
     global _received, _received_at
     if os.getpid() != _pid:
         return
@@ -175,19 +178,24 @@ def end() -> NoReturn:
 
     A launcher's worker then returns 0: torchrun would restart another exit code, though the run is to stop.
     """
-    folder = os.environ.get(LAUNCHER)
-    if folder:
-        _tell(Path(folder))
+    is_reported = bool(os.environ.get(LAUNCHER))
+    if is_reported:
+        write_record(exit_code(), lost_peer=False, message=f"Stopped: {message()}", traceback="")
     else:
         print(message(), file=sys.stderr, flush=True)
-    os._exit(0 if folder else exit_code())  # tearing torch down takes seconds
+    os._exit(0 if is_reported else exit_code())  # tearing torch down takes seconds
 
 
-def _tell(folder: Path) -> None:
-    """Write the record of an ended worker for `launch.py`."""
-    attempt, rank = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), os.environ.get("RANK", "0")
-    record = {"code": exit_code(), "rank": int(rank), "time": time.time(), "lost_peer": False}
-    tmp = folder / f"{rank}.{threading.get_ident()}.tmp"  # two threads may end the process
-    with contextlib.suppress(OSError):  # no space: this process ends all the same
-        tmp.write_text(json.dumps({**record, "message": f"Stopped: {message()}", "traceback": ""}))
-        os.replace(tmp, folder / f"{attempt}.{rank}.json")
+def write_record(code: int, lost_peer: bool, message: str, traceback: str) -> bool:
+    """Write the cause of this worker's end for the launcher that started it; return whether that worked."""
+    folder, rank = os.environ.get(LAUNCHER), int(os.environ.get("RANK", "0"))
+    if not folder:
+        return False
+    record = {"code": code, "rank": rank, "time": time.time(), "lost_peer": lost_peer}
+    tmp = Path(folder, f"{rank}.{threading.get_ident()}.tmp")  # two threads may end the process
+    try:
+        tmp.write_text(json.dumps({**record, "message": message, "traceback": traceback}))
+        os.replace(tmp, Path(folder, f"{_attempt()}.{rank}.json"))
+    except OSError:  # no space in /tmp
+        return False
+    return True

@@ -34,7 +34,7 @@ from torchtitan_graph.run.failure import (
     STORAGE_AWAY,
     NotTriedAgain,
     refuse_to_repeat,
-    tell_launcher,
+    report_to_launcher,
     write_failure,
 )
 from torchtitan_graph.run.folder import RunFolder, check_place
@@ -140,7 +140,7 @@ def _end(error: BaseException, code: int, folder: Path | None, run: RunFolder | 
         run.close(*(STOPPED, stop.name(stop.received())) if stopped else (FAILED, str(error)))
     if stopped:
         stop.end()
-    if tell_launcher(error, code):
+    if report_to_launcher(error, code):
         return code
     if code == FAULT:
         raise error

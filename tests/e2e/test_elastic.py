@@ -37,7 +37,7 @@ def test_hanging_worker(reference: tuple[Path, Result], tmp_path: Path) -> None:
     ).finish()
     assert_recovered(tmp_path, result, reference[0])
     stacks = {rank: (tmp_path / "comm_traces" / f"rank_{rank}_stacks.txt") for rank in (0, 1)}
-    assert f"where the ranks stood is in {tmp_path / 'comm_traces'}" in result.output
+    assert f"the stacks of the ranks are in {tmp_path / 'comm_traces'}" in result.output
     assert "in lose\n" in stacks[1].read_text(), "rank 1 hangs in its own code"
     assert "in lose\n" not in stacks[0].read_text() and "in train_step\n" in stacks[0].read_text()
 

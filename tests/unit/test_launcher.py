@@ -19,7 +19,7 @@ from torchtitan_graph.checkpoint import SaveError
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.launch import Launch, on_this_machine
 from torchtitan_graph.log import logger
-from torchtitan_graph.run.failure import CONFIGURATION, FAULT, NON_FINITE, SAVE_FAILED, tell_launcher
+from torchtitan_graph.run.failure import CONFIGURATION, FAULT, NON_FINITE, SAVE_FAILED, report_to_launcher
 from torchtitan_graph.trainer import NonFiniteError
 
 LOST = RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:1")
@@ -38,7 +38,7 @@ def ends(monkeypatch: pytest.MonkeyPatch, rank: int, error: BaseException, code:
     try:
         raise error
     except BaseException as raised:
-        assert tell_launcher(raised, code)
+        assert report_to_launcher(raised, code)
 
 
 def silent(code: int, local_rank: int = 0) -> SimpleNamespace:
@@ -60,7 +60,7 @@ def test_what_is_a_message_is_told_once_and_its_exit_code_is_the_job_s(
 ) -> None:
     for rank in (0, 1):
         ends(monkeypatch, rank, error, code)
-    assert launch.tell(0, {}) == code
+    assert launch.report(0, {}) == code
     assert caplog.messages == [str(error)]
 
 
@@ -70,7 +70,7 @@ def test_the_first_fault_is_the_cause_and_lost_peers_are_a_line_each(
     ends(monkeypatch, 0, LOST, FAULT)
     ends(monkeypatch, 2, KeyError("first"), FAULT)
     ends(monkeypatch, 1, KeyError("second"), FAULT)
-    assert launch.tell(0, {0: silent(1), 3: silent(-signal.SIGTERM)}) == FAULT
+    assert launch.report(0, {0: silent(1), 3: silent(-signal.SIGTERM)}) == FAULT
     cause, *others = caplog.messages
     assert cause.startswith("rank 2 failed:\nTraceback") and cause.count("Traceback") == 1
     assert others == ["rank 1: KeyError: 'second'", f"rank 0: RuntimeError: {LOST}", "rank 3: was ended by SIGTERM"]
@@ -80,21 +80,21 @@ def test_a_rank_that_torchrun_stops_hides_no_failure(
     launch: Launch, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     ends(monkeypatch, 0, stop.Stopped("stopped by SIGTERM before the first step"), 143)
-    assert launch.tell(0, {1: silent(-signal.SIGKILL)}) == 128 + signal.SIGKILL
+    assert launch.report(0, {1: silent(-signal.SIGKILL)}) == 128 + signal.SIGKILL
     assert caplog.messages[0].startswith("rank 1 was ended by SIGKILL")
     caplog.clear()
     ends(monkeypatch, 1, UserError("training.steps = 0"), CONFIGURATION)
-    assert launch.tell(0, {2: silent(-signal.SIGTERM)}) == CONFIGURATION
+    assert launch.report(0, {2: silent(-signal.SIGTERM)}) == CONFIGURATION
     assert caplog.messages == ["training.steps = 0"]
     launch._signals.append(signal.SIGTERM)  # which somebody sent to the launcher: then it is the cause
-    assert launch.tell(0, {}) == 143
+    assert launch.report(0, {}) == 143
 
 
 def test_a_killed_rank_is_the_cause_of_what_its_peers_say(
     launch: Launch, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     ends(monkeypatch, 0, LOST, FAULT)
-    assert launch.tell(0, {0: silent(1), 1: silent(-signal.SIGKILL)}) == 128 + signal.SIGKILL
+    assert launch.report(0, {0: silent(1), 1: silent(-signal.SIGKILL)}) == 128 + signal.SIGKILL
     assert caplog.messages == ["rank 1 was ended by SIGKILL", f"rank 0: RuntimeError: {LOST}"]
     assert all(record.levelno == logging.ERROR for record in caplog.records)
     assert not launch.has_logs_to_read
@@ -105,7 +105,7 @@ def test_what_a_killed_rank_printed_is_kept_and_named(launch: Launch, caplog: py
     for rank, printed in enumerate(("", "out of memory")):
         (logs / str(rank)).mkdir(parents=True)
         (logs / str(rank) / "stderr.log").write_text(printed)
-    launch.tell(0, {0: silent(-signal.SIGTERM), 1: silent(-signal.SIGKILL, local_rank=1)})
+    launch.report(0, {0: silent(-signal.SIGTERM), 1: silent(-signal.SIGKILL, local_rank=1)})
     assert caplog.messages[0] == f"rank 1 was ended by SIGKILL; what it printed is in {logs / '1'}"
     assert launch.has_logs_to_read
 
@@ -114,7 +114,7 @@ def test_of_what_torchrun_recovered_from_lost_peers_are_a_line(
     launch: Launch, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     ends(monkeypatch, 0, LOST, FAULT)
-    launch.tell(0, {})
+    launch.report(0, {})
     assert caplog.messages == [f"rank 0: RuntimeError: {LOST}"]
 
 
@@ -122,7 +122,7 @@ def test_of_an_attempt_that_ended_well_there_is_nothing_to_tell(
     launch: Launch, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     ends(monkeypatch, 0, LOST, FAULT)
-    assert launch.tell(1, {}) == 0 and not caplog.messages
+    assert launch.report(1, {}) == 0 and not caplog.messages
 
 
 def test_records_that_can_not_be_read_are_no_ranks(
@@ -131,7 +131,7 @@ def test_records_that_can_not_be_read_are_no_ranks(
     ends(monkeypatch, 0, UserError("training.steps = 0"), CONFIGURATION)
     (tmp_path / "0.1.json").write_text('{"rank": "1"}')
     os.mkfifo(tmp_path / "0.2.json")
-    assert launch.tell(0, {}) == CONFIGURATION and caplog.text.count("is ignored") == 2
+    assert launch.report(0, {}) == CONFIGURATION and caplog.text.count("is ignored") == 2
 
 
 def test_a_launcher_without_a_place_for_its_files_says_so(
@@ -143,7 +143,7 @@ def test_a_launcher_without_a_place_for_its_files_says_so(
     monkeypatch.setattr(launcher.tempfile, "mkdtemp", none_there)
     monkeypatch.setattr(stop, "install", lambda: False)
     assert launcher.main(["--", "--training.steps", "1"]) == CONFIGURATION
-    assert "name one that can be written in TMPDIR" in "".join(capsys.readouterr())
+    assert "name a writable one in TMPDIR" in "".join(capsys.readouterr())
 
 
 @pytest.mark.parametrize("value", ["", "x", "0,x", "-1", "2", "0;1", "9" * 5000])

@@ -72,8 +72,8 @@ class FakeJob:
         name = f"7.{self.restart}.{elastic}-{host}-{lost_peer}.json"
         (self.folder / "failures" / name).write_text(json.dumps(record))
 
-    def end(self, down: tuple[str, ...] = (), told_to_stop: bool = False) -> Decision:
-        return end_attempt(self.folder, "7", self.restart, list(down), told_to_stop)
+    def end(self, down: tuple[str, ...] = (), got_signal: bool = False) -> Decision:
+        return end_attempt(self.folder, "7", self.restart, list(down), got_signal)
 
 
 @pytest.fixture
@@ -92,13 +92,13 @@ def test_stopped_run_goes_on_and_finished_one_does_not(job: FakeJob) -> None:
 
 def test_attempt_that_is_stopped_before_its_first_step_or_its_save_says_so(job: FakeJob) -> None:
     job.begin()
-    assert job.end(told_to_stop=True) == Decision(True, "told to stop, and ended before it trained", [])
+    assert job.end(got_signal=True) == Decision(True, "stopped by a signal before it trained", [])
     job.begin()
     job.status("running", 10)
-    assert job.end(told_to_stop=True) == Decision(True, "told to stop, and ended before it had saved", [])
+    assert job.end(got_signal=True) == Decision(True, "stopped by a signal before it had saved", [])
     job.begin()
     job.failure("n2", 2)
-    assert job.end(told_to_stop=True) == Decision(False, "it would fail in the same way again", [])
+    assert job.end(got_signal=True) == Decision(False, "it would fail in the same way again", [])
 
 
 @pytest.mark.parametrize("code", [2, 3])

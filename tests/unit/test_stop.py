@@ -90,7 +90,7 @@ def test_a_worker_that_a_signal_ends_has_not_failed_and_tells_its_launcher(
     assert send(phase, signal.SIGUSR1, **env) == (0, "")
     monkeypatch.setattr(logger, "handlers", [])
     monkeypatch.setattr(logger, "propagate", True)
-    assert Launch(tmp_path).tell(2, {}) == 128 + signal.SIGUSR1
+    assert Launch(tmp_path).report(2, {}) == 128 + signal.SIGUSR1
     assert [message.partition(";")[0] for message in caplog.messages] == ["stopped by SIGUSR1 before the first step"]
 
 

@@ -1,7 +1,7 @@
 """Save and resume a run: on another number of ranks, in another layout, after a kill at any moment."""
 
 from torchtitan_graph.checkpoint.checkpointer import Checkpointer, check_loadable, load_model, save_model
-from torchtitan_graph.checkpoint.choose import begins_anew, check_choice, find_likely
+from torchtitan_graph.checkpoint.choose import check_choice, find_likely, is_new_run
 from torchtitan_graph.checkpoint.folder import newest_below
 from torchtitan_graph.checkpoint.save import SAVE_POINTS, SaveError
 
@@ -9,7 +9,7 @@ __all__ = [
     "SAVE_POINTS",
     "Checkpointer",
     "SaveError",
-    "begins_anew",
+    "is_new_run",
     "check_choice",
     "check_loadable",
     "find_likely",

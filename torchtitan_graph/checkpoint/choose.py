@@ -69,7 +69,7 @@ def choose_undamaged(
             logger.warning(f"skipping checkpoint {choice.place}: {problem}")
 
 
-def begins_anew(folder: Path, config: job.Checkpoint) -> bool:
+def is_new_run(folder: Path, config: job.Checkpoint) -> bool:
     """Return whether it is certain, by names alone, that a run has no checkpoint of its own to resume from."""
     return not config.enable or (config.remote_folder is None and not any(folder.glob("step-*")))
 
@@ -83,7 +83,7 @@ def check_choice(folder: Path, config: job.Checkpoint, num_steps: int) -> None:
     if config.load_step >= 0 and config.remote_folder is None and not os.path.exists(unfinished):
         problems: dict[str, str] = {}
         _check_load_step(folder, config.load_step, _own_steps(folder, problems), problems, num_steps)
-    elif begins_anew(folder, config) and "://" not in (config.initial_load_path or ""):
+    elif is_new_run(folder, config) and "://" not in (config.initial_load_path or ""):
         _choose_initial(folder, config, {})
 
 
@@ -93,7 +93,7 @@ def find_likely(folder: Path, config: job.Checkpoint, num_steps: int) -> Path | 
     None where these are not enough: for a remote address, or a save that was killed just before its end. Nothing is
     changed. Raises UserError if there are only checkpoints of the model alone.
     """
-    if begins_anew(folder, config):
+    if is_new_run(folder, config):
         initial = config.initial_load_path
         return Path(initial) if initial and "://" not in initial and not config.initial_load_in_hf else None
     if config.remote_folder is not None or any(folder.glob("step-*.tmp")):
@@ -141,7 +141,7 @@ def _choose(folder: Path, config: job.Checkpoint, num_steps: int | None, problem
             other += " and another checkpoint.remote_folder"
         listed = "\n  ".join(own)
         raise UserError(
-            f"job.dump_folder: {where} no checkpoint that is whole:\n  {listed}\nto begin anew, name {other}"
+            f"job.dump_folder: {where} no checkpoint that is whole:\n  {listed}\nto begin a new run, name {other}"
         )
     return _choose_initial(folder, config, problems)
 

@@ -36,15 +36,14 @@ class Corpus(Protocol):
 class ShuffledCorpus:
     """A split of a source with random access: every epoch distributes all documents over the lanes in a new shuffle.
 
-    split: "train", "validation" (5 % of the documents, by hash of their identity), or "all".
-
-    Raises UserError if the split has no documents.
+    split: "train", "validation" (5 % of the documents, by hash of their identity), or "all". Raises UserError if it has
+    no documents.
     """
 
     def __init__(self, source: Source, split: str, seed: int) -> None:
         self.source, self.split, self._seed = source, split, seed
         if not len(source):
-            raise UserError(f"{'training' if split == 'train' else 'validation'}.dataset: the corpus has no documents.")
+            raise UserError(f"{option_of(split)}: the corpus has no documents.")
         self._threshold = _validation_threshold(source)
         if split == "validation" and self._threshold == 0:
             raise UserError(
@@ -64,10 +63,12 @@ class ShuffledCorpus:
 
 def num_lanes(wanted: float) -> int:
     """Return the largest power of two that is at most `wanted`, between 1 and MAX_LANES."""
-    lanes = 1
-    while lanes * 2 <= min(wanted, MAX_LANES):
-        lanes *= 2
-    return lanes
+    return 1 << int(min(max(wanted, 1), MAX_LANES)).bit_length() - 1
+
+
+def option_of(split: str) -> str:
+    """Return the option that names the corpus of a split, for messages."""
+    return "training.dataset" if split == "train" else "validation.dataset"
 
 
 def split_fraction(split: str) -> float:

@@ -18,9 +18,7 @@ def open_data(path: Path) -> BinaryIO:
 class DataFile:
     """A regular file that a run reads in parts; changes are detected by size and modification time.
 
-    Raises:
-        UserError: it is something else, such as a FIFO.
-        OSError: as `os.stat`.
+    Raises UserError if it is something else, such as a FIFO; OSError as `os.stat`.
     """
 
     __slots__ = ("path", "size", "_changed_at")
@@ -32,11 +30,7 @@ class DataFile:
         self.path, self.size, self._changed_at = str(path), found.st_size, found.st_mtime_ns
 
     def read(self, start: int = 0, count: int = -1) -> bytes:
-        """Return `count` bytes from `start` on, or all of them.
-
-        Raises:
-            UserError: it is gone, can't be read, or has changed.
-        """
+        """Return `count` bytes from `start` on, or all; raise UserError if it is gone, unreadable, or has changed."""
         with refuse_unreadable(self.path):
             self.check()
             with open_data(Path(self.path)) as stream:
@@ -46,11 +40,7 @@ class DataFile:
         return content
 
     def check(self) -> None:
-        """Check that the file has not changed since it was opened.
-
-        Raises:
-            UserError: it is gone, or has changed.
-        """
+        """Raise UserError if the file is gone, or has changed since it was opened."""
         try:
             found = os.stat(self.path)
         except FileNotFoundError as error:
@@ -61,4 +51,4 @@ class DataFile:
             what = "was written since it was opened"
         else:
             return
-        raise UserError(f"{self.path}: {what}. A corpus stays as it is while it is read: put it back, or train anew")
+        raise UserError(f"{self.path}: {what}. A corpus must not change during a run: put it back, or begin a new run")

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from torchtitan_graph.data.corpus import Corpus, ShuffledCorpus, in_split, num_lanes, shuffled
+from torchtitan_graph.data.corpus import Corpus, ShuffledCorpus, in_split, num_lanes, option_of, shuffled
 from torchtitan_graph.data.files import DataFile
 from torchtitan_graph.data.sources import Chain, Source, digest_files
 from torchtitan_graph.errors import UserError
@@ -123,14 +123,10 @@ def open_hub(name: str, column: str, split: str, seed: int) -> Corpus:
         stream = datasets.load_dataset(repository, config or None, split=part, streaming=True)
     except Exception as error:  # of many types: offline, no such name, no such config, access not granted
         raise UserError(
-            f"{_option(split)} = {name!r}: can't be streamed from the Hugging Face hub: {error}\n"
-            f"Without a network, set {_option(split)}_path to a local copy, or use the embedded corpus `stdlib`."
+            f"{option_of(split)} = {name!r}: can't be streamed from the Hugging Face hub: {error}\n"
+            f"Without a network, set {option_of(split)}_path to a local copy, or use the embedded corpus `stdlib`."
         ) from error
     return StreamedCorpus(stream, column, f"{name}, {part}", "all" if own else split, seed)
-
-
-def _option(split: str) -> str:
-    return "training.dataset" if split == "train" else "validation.dataset"
 
 
 def _import_datasets(wanted_for: str) -> Any:

@@ -1,9 +1,10 @@
 """This rank's microbatches out of one global sequence of rows, and the position in it."""
 
+import functools
 import re
 import warnings
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -52,7 +53,8 @@ class DataLoader:
         multiple: int | None = None,
     ) -> None:
         self._mixture = corpus if isinstance(corpus, Mixture) else Mixture({"": corpus}, [1.0])
-        rows = _Rows(self._mixture, tokenizer, seq_len, repeat, local_batch_size, dp_rank, dp_degree, multiple)
+        lane = functools.partial(Lane, self._mixture, tokenizer, seq_len, repeat, whole=multiple is not None)
+        rows = _Rows(self._mixture, lane, multiple or seq_len, local_batch_size, dp_rank, dp_degree)
         self._rows = rows
         self.source_names = self._mixture.names
         self._targets = torch.zeros(len(self.source_names), dtype=torch.int64)
@@ -133,8 +135,8 @@ class DataLoader:
             if state.get(key) != here:
                 raise UserError(
                     f"checkpoint: its data position was saved with {key} = {_short(state.get(key))}, this run has"
-                    f" {_short(here)}. Rows can't be continued from there: use what the saved run used, begin anew,"
-                    " or go on with the model but at the beginning of the data: checkpoint.load_step with"
+                    f" {_short(here)}. Rows can't be continued from there: use what the saved run used, or begin a new"
+                    " run, or resume the model at the beginning of the data: checkpoint.load_step with"
                     " checkpoint.exclude_from_loading = ['dataloader']."
                 )
         origin, saved = self._mixture.origin(), state.get("mixture")
@@ -203,22 +205,18 @@ def build_dataloader(
 
 
 class _Rows(IterableDataset):
-    """Microbatches of a rank, or of one of its workers, with the cursors after their rows; an error is the last
-    item."""
+    """Microbatches of a rank, or of one of its workers, with the cursors after their rows; the last may be an error."""
 
     def __init__(
         self,
         mixture: Mixture,
-        tokenizer: Tokenizer,
-        seq_len: int,
-        repeat: bool,
+        open_lane: Callable[[int, Cursor], Lane],
+        multiple: int,
         local_batch_size: int,
         dp_rank: int,
         dp_degree: int,
-        multiple: int | None,
     ) -> None:
-        self._mixture, self._tokenizer, self._seq_len, self._repeat = mixture, tokenizer, seq_len, repeat
-        self._multiple = multiple
+        self._mixture, self._open_lane, self._multiple = mixture, open_lane, multiple
         self._local_batch_size, self._dp_rank = local_batch_size, dp_rank
         self.global_batch_size = local_batch_size * dp_degree
         # In shared memory, for persistent workers: they see where a new iteration starts.
@@ -226,8 +224,7 @@ class _Rows(IterableDataset):
         self._origin = torch.zeros(1 + len(mixture.names), dtype=torch.int64).share_memory_()
 
     def start(self) -> tuple[int, Origin, list[Cursor]]:
-        """Return the number of rows that all ranks took before the first batch, the mixture's origin, and the
-        cursors."""
+        """Return the number of rows of all ranks before the first batch, the mixture's origin, and the cursors."""
         rows, *cursors = self._start.tolist()
         since, *given = self._origin.tolist()
         return rows[0], Origin(since, tuple(given)), [Cursor(*cursor) for cursor in cursors]
@@ -257,15 +254,7 @@ class _Rows(IterableDataset):
             for row in self.row_numbers(first_row, batch):
                 _, number, row_in_lane = self._mixture.place(row, origin)
                 if number not in lanes:
-                    lanes[number] = Lane(
-                        self._mixture,
-                        self._tokenizer,
-                        self._seq_len,
-                        self._repeat,
-                        number,
-                        cursors[number],
-                        whole=self._multiple is not None,
-                    )
+                    lanes[number] = self._open_lane(number, cursors[number])
                 lane = lanes[number]
                 while lane.cursor.row < row_in_lane:
                     lane.skip_row()
@@ -273,7 +262,6 @@ class _Rows(IterableDataset):
                 rows.append(torch.from_numpy(lane.next_row()))
                 behind.append(lane.cursor)
                 longest = max(longest, lane.filled)
-            multiple = self._multiple or self._seq_len
-            length = -(-longest // multiple) * multiple
+            length = -(-longest // self._multiple) * self._multiple
             yield Batch(*torch.stack([row[:, :length] for row in rows], dim=1)), behind
             batch += stride

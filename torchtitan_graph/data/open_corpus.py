@@ -10,7 +10,7 @@ from typing import Any
 
 from torchtitan_graph.config import JobConfig, job
 from torchtitan_graph.config.job import source_name
-from torchtitan_graph.data.corpus import Corpus, ShuffledCorpus
+from torchtitan_graph.data.corpus import Corpus, ShuffledCorpus, option_of
 from torchtitan_graph.data.hugging_face import is_saved_dataset, open_hub, open_parquet, open_saved
 from torchtitan_graph.data.mixture import Mixture
 from torchtitan_graph.data.shards import Shards, is_shards
@@ -65,10 +65,7 @@ def _place(path: str, option: str) -> Path:
 def open_mixture(
     sources: Sequence[job.DataSource], split: str, seed: int, tokenizer: Tokenizer | None, skip_not_utf8: bool = False
 ) -> Mixture:
-    """Open a split of every entry of `training.sources`.
-
-    Raises UserError, naming the entry, if `open_corpus` would.
-    """
+    """Open a split of every entry of `training.sources`; raise UserError with the entry as `open_corpus` would."""
     corpora: dict[str, Corpus] = {}
     for number, source in enumerate(sources, 1):
         dataset, path = source.dataset or "", source.dataset_path
@@ -104,7 +101,7 @@ def open_corpus(
     Raises UserError if there is no such corpus, it can't be read, or the split has no documents.
     """
     assert split in ("train", "validation", "all"), split
-    option = "training.dataset" if split == "train" else "validation.dataset"
+    option = option_of(split)
     if dataset_path:
         _place(dataset_path, f"{option}_path")  # raises for an invalid path
         path = Path(dataset_path).expanduser()
@@ -133,11 +130,7 @@ def open_corpus(
 
 
 def check_names(config: JobConfig) -> None:
-    """Check the names of a job's corpora; nothing is opened.
-
-    Raises:
-        UserError: a name without a path is no corpus, as in `open_corpus` and `open_mixture`.
-    """
+    """Raise UserError if a corpus of the job has no path and an unknown name; nothing is opened."""
     training, validation = config.training, config.validation
     if not training.sources and not training.dataset_path:
         _check_name(training.dataset, "train")
@@ -152,7 +145,7 @@ def check_names(config: JobConfig) -> None:
 
 
 def _check_name(dataset: str, split: str) -> None:
-    option = "training.dataset" if split == "train" else "validation.dataset"
+    option = option_of(split)
     if dataset == "c4_validation" and split == "train":
         raise UserError(f"{option} = 'c4_validation': these documents are for validation. Train on 'c4'.")
     if dataset in _NAMES or "/" in dataset:

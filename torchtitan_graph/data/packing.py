@@ -44,9 +44,8 @@ class Lane:
         cursor: Cursor,
         whole: bool = False,
     ) -> None:
-        self._whole = whole
         self._corpus, self._tokenizer, self._seq_len, self._repeat = corpus, tokenizer, seq_len, repeat
-        self._number = number
+        self._number, self._whole = number, whole
         self.cursor = cursor
         self.filled = self._num_empty = 0
         self._tokens = np.empty(0, np.int64)  # of the current document
@@ -115,11 +114,8 @@ class Lane:
                 break
         if item is None:
             if self._repeat:
-                why = (
-                    f"The {self._num_empty:,} that were read are empty"
-                    if self._num_empty
-                    else "It has too few documents"
-                )
+                empty = f"The {self._num_empty:,} that were read are empty"
+                why = empty if self._num_empty else "It has too few documents"
                 raise UserError(
                     f"training.dataset: lane {self._number} of {self._corpus.num_lanes} got no document with text in"
                     f" {_EMPTY_EPOCHS} epochs. {why}: take a corpus with more text"

@@ -67,7 +67,7 @@ class _Texts:
 
     _file: str  # the file or folder, for messages
     skip_not_utf8: bool
-    _told = False
+    _has_warned = False
 
     def __len__(self) -> int:
         raise NotImplementedError
@@ -81,9 +81,9 @@ class _Texts:
         except NotUtf8 as error:
             if not self.skip_not_utf8:
                 raise UserError(f"{error}. {_UTF8_HINT}") from error
-            if not self._told:
+            if not self._has_warned:
                 logger.warning(f"{error}. It is left out, as are all documents that are not UTF-8")
-            self._told = True
+            self._has_warned = True
             return ""
 
     def _read_all(self) -> None:
@@ -106,7 +106,7 @@ class _Texts:
         if len(errors) == len(self):
             raise UserError(f"{named}\nNo document is left: convert them to UTF-8")
         logger.warning(f"{named}\nThey are left out: training.skip_not_utf8")
-        self._told = True
+        self._has_warned = True
 
 
 class TextFiles(_Texts):

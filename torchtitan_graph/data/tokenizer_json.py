@@ -53,8 +53,7 @@ class TokenizerConfig(TypedDict, total=False):
 def read_tokenizer(file: Path) -> tuple[tokenizers.Tokenizer, bytes]:
     """Return the tokenizer of a tokenizer.json, and the file's content.
 
-    Raises:
-        UserError: it is not one, it can make text more than MOST_GROWTH times longer, or has ids beyond MOST_IDS.
+    Raises UserError if it is not one, can make text more than MOST_GROWTH times longer, or has ids beyond MOST_IDS.
     """
     with refuse_unreadable(str(file)):
         content = read_small(file)
@@ -95,13 +94,8 @@ def add_listed_tokens(tokenizer: tokenizers.Tokenizer, config: TokenizerConfig, 
     """Add the tokens in `added_tokens_decoder`, and those named as special, as transformers does.
 
     Listed ids determine the order; the id of a new token is the next free one, as in transformers. An existing token
-    gets the listed flags. One that is only named, as pad_token, must exist.
-
-    Returns:
-        The changes: a token's text, and its flags where they are not those of special tokens.
-
-    Raises:
-        UserError: a listed id is that of another token.
+    gets the listed flags. One that is only named, as pad_token, must exist. Returns the changes: a token's text, and
+    its flags where they are not those of special tokens. Raises UserError if a listed id is that of another token.
     """
     listed = config.get("added_tokens_decoder", {})
     if wrong := [number for number in listed if not (number.isascii() and number.isdigit() and len(number) < 10)]:
@@ -136,7 +130,7 @@ def add_listed_tokens(tokenizer: tokenizers.Tokenizer, config: TokenizerConfig, 
             tokens[text] = tokenizers.AddedToken(text, **flags, special=True)
     changed = {text: token for text, token in tokens.items() if repr(token) != repr(before.get(text))}
     tokenizer.add_tokens([*changed.values()])  # at once: each call takes time proportional to the number of tokens
-    _tell_moved(tokenizer, new, file)
+    _log_moved(tokenizer, new, file)
     return [text + "".join(f"\0{flag}" for flag in _unusual(token)) for text, token in changed.items()]
 
 
@@ -157,7 +151,7 @@ def _unusual(token: tokenizers.AddedToken) -> list[str]:
     return [flag for flag in _FLAGS if getattr(token, flag)] + ([] if token.special else ["text"])
 
 
-def _tell_moved(tokenizer: tokenizers.Tokenizer, new: dict[str, int], file: Path) -> None:
+def _log_moved(tokenizer: tokenizers.Tokenizer, new: dict[str, int], file: Path) -> None:
     moved = [text for text, number in new.items() if tokenizer.token_to_id(text) != number]
     for text in moved[:_MOST_NAMED]:
         logger.info(f"{file}: {text!r} gets the id {tokenizer.token_to_id(text)}, the next that is free")
@@ -167,7 +161,7 @@ def _tell_moved(tokenizer: tokenizers.Tokenizer, new: dict[str, int], file: Path
 
 @contextmanager
 def blame(what: str) -> Iterator[None]:
-    """Convert errors of the library, bare Exceptions and panics of its own language, into a UserError about `what`."""
+    """Convert errors of the library `tokenizers`, Rust's panics among them, into a UserError about `what`."""
     try:
         yield
     except BaseException as error:  # a panic is no Exception
@@ -194,13 +188,5 @@ def _growth(part: dict[str, Any]) -> float:
     return _GROWTH.get(kind, 1)
 
 
-_GROWTH = {
-    "NFKC": 11,
-    "NFKD": 11,
-    "NFC": 3,
-    "NFD": 3,
-    "BertNormalizer": 6,
-    "Lowercase": 1.5,
-    "ByteLevel": 4,
-    "Metaspace": 4,
-}
+_GROWTH = {"NFKC": 11, "NFKD": 11, "NFC": 3, "NFD": 3, "BertNormalizer": 6, "Lowercase": 1.5}
+_GROWTH |= {"ByteLevel": 4, "Metaspace": 4}

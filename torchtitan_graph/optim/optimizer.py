@@ -31,10 +31,8 @@ def build_optimizer(model: nn.Module, config: job.Optimizer, in_part: bool = Fal
 
     The state (two moments of the parameter's layout, and a step count) is allocated here and not in the first step, so
     that running out of memory is found out now and a checkpoint can be read straight into it. The state of a user's
-    class is only a place to load into, see `rehearse`.
-
-    Raises:
-        UserError: as `check_optimizer`, or the user's class can't take a step, or its state can't be saved.
+    class is only a place to load into, see `rehearse`. Raises UserError as `check_optimizer`, or if the user's class
+    can't take a step, or its state can't be saved.
     """
     optimizer = check_optimizer(model, config, in_part)
     names: dict[torch.Tensor, str] = {param: name for name, param in model.named_parameters() if param.requires_grad}
@@ -50,9 +48,8 @@ def build_optimizer(model: nn.Module, config: job.Optimizer, in_part: bool = Fal
 def check_optimizer(model: nn.Module, config: job.Optimizer, in_part: bool = False) -> torch.optim.Optimizer:
     """Return the optimizer without its state; the model may be on the meta device.
 
-    Raises:
-        UserError: an entry of `param_groups` gets no parameter, or the user's class does not exist, does not take
-            what is set, can't be built, or wants arguments for a step.
+    Raises UserError if an entry of `param_groups` gets no parameter, or the user's class does not exist, does not take
+    what is set, can't be built, or wants arguments for a step.
     """
     cls = BUILT_IN.get(config.name) or find_class(config.name)
     parameters = inspect.signature(cls).parameters
@@ -85,11 +82,7 @@ def check_first_step(
     model: nn.Module, storages: Mapping[str, Storage], config: job.Optimizer, in_part: bool = False
 ) -> None:
     """Check that a user's optimizer class takes its first step, on tiny parameters sharded like those of a model on
-    meta.
-
-    Raises:
-        UserError: as `build_optimizer`.
-    """
+    meta. Raises UserError as `build_optimizer`."""
     model = copy.deepcopy(model)
     materialize(model, {name: each.in_small() for name, each in storages.items()}, torch.device("cpu"))
     try:

@@ -10,11 +10,7 @@ from torchtitan_graph.errors import UserError
 
 
 def find_class(dotted_name: str) -> type[torch.optim.Optimizer]:
-    """Return the class that `optimizer.name` names, imported.
-
-    Raises:
-        UserError: there is no such class, or it is no optimizer.
-    """
+    """Return the class that `optimizer.name` names, imported; raise UserError if there is none, or no optimizer."""
     found = find_own("optimizer.name", dotted_name)
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
         raise UserError(f"optimizer.name = {dotted_name!r}: must be a class derived from torch.optim.Optimizer")
@@ -22,11 +18,7 @@ def find_class(dotted_name: str) -> type[torch.optim.Optimizer]:
 
 
 def check_step(cls: type[torch.optim.Optimizer]) -> None:
-    """Check that a class takes its steps without arguments.
-
-    Raises:
-        UserError: it wants some, such as a closure.
-    """
+    """Raise UserError if the steps of a class need arguments, such as a closure."""
     try:
         inspect.signature(cls.step).bind(None)
     except TypeError as error:
@@ -38,10 +30,7 @@ def rehearse(optimizer: torch.optim.Optimizer, names: dict[torch.Tensor, str]) -
 
     Only the class knows its state and its initial values: the first step has to make it, so a run from the start must
     drop this one by `forget_rehearsal`. A class that has its state from when it is built takes no step. `names` are the
-    parameters' names in the model.
-
-    Raises:
-        UserError: the step fails, or the state is not what a checkpoint can hold.
+    parameters' names in the model. Raises UserError if the step fails, or a checkpoint can't hold the state.
     """
     if not optimizer.state:
         _step_and_undo(optimizer, list(names))

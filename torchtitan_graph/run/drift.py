@@ -14,12 +14,9 @@ _NOT_COMPARED = ("job.config_file", "job.allow_changed")  # not in the file; abo
 
 
 def check_drift(saved: Path, config: JobConfig, place: str | None = None) -> None:
-    """Log how `config` differs from the configuration in `saved`, and raise for differences that define the run.
+    """Log how `config` differs from the configuration in `saved`, which messages call `place` (default: its path).
 
-    `place` names the file in messages, if that is not its path.
-
-    Raises:
-        UserError: an option of RUN_DEFINING differs and `job.allow_changed` does not name it.
+    Raises UserError if an option of RUN_DEFINING differs and `job.allow_changed` does not name it.
     """
     place = place or str(saved)
     changes = _changes(saved, config, place)

@@ -15,7 +15,7 @@ from torchtitan_graph.run.files import read_record, write_json
 from torchtitan_graph.run.identity import Identity, Seconds, identity
 from torchtitan_graph.run.lock import FolderHeld
 from torchtitan_graph.small_files import Count
-from torchtitan_graph.stop import LAUNCHER
+from torchtitan_graph.stop import write_record
 
 FOLDER = "failures"
 RESERVE, RESERVED = "run.reserve", 64 * 2**10  # a folder with a file of so many bytes, for failures on a full disk
@@ -24,7 +24,7 @@ FAULT, CONFIGURATION, NON_FINITE, SAVE_FAILED, BAD_NODE, STORAGE_AWAY = 1, 2, 3,
 FINAL = (CONFIGURATION, NON_FINITE, SAVE_FAILED)  # another attempt would fail the same way
 
 
-class Why(TypedDict):
+class Cause(TypedDict):
     """Cause of a failure. `lost_peer`: the error reports no more than the loss of another rank."""
 
     time: Seconds
@@ -34,11 +34,11 @@ class Why(TypedDict):
     traceback: str
 
 
-class Failure(Identity, Why):
+class Failure(Identity, Cause):
     """Failure record of a rank, or a node, in the run's folder."""
 
 
-class RankFailure(Why):
+class RankFailure(Cause):
     """Failure record of a rank, for its launcher."""
 
     rank: Count
@@ -46,7 +46,7 @@ class RankFailure(Why):
 
 def reserve(dump_folder: Path) -> None:
     """Write a file that reserves disk space for the failure record, should the disk be full when the run ends."""
-    give_back_reserve(dump_folder)  # that of an earlier run that was killed, or whatever has the name
+    release_reserve(dump_folder)  # of an earlier run that was killed
     (dump_folder / RESERVE).mkdir()
     with (dump_folder / RESERVE / "space").open("xb") as file:
         file.write(os.urandom(RESERVED))  # random, so that no file system compresses it
@@ -54,7 +54,7 @@ def reserve(dump_folder: Path) -> None:
         os.fsync(file.fileno())
 
 
-def give_back_reserve(dump_folder: Path) -> None:
+def release_reserve(dump_folder: Path) -> None:
     """Delete the reserved file, to free its space."""
     path = dump_folder / RESERVE
     if path.is_dir() and not path.is_symlink():
@@ -65,10 +65,9 @@ def give_back_reserve(dump_folder: Path) -> None:
 
 
 def write_failure(dump_folder: Path, error: BaseException, code: int) -> None:
-    """Write this rank's failure record.
+    """Write this rank's failure record, unless another run holds the folder.
 
-    A mistake that is found before anything has started leaves no folder behind; only under SLURM, where the decision
-    to start again reads it, the folder is made for it. In a folder that another run has, nothing is written.
+    A folder is made for it only under SLURM, where the decision to start again reads it.
     """
     if isinstance(error, FolderHeld):
         return
@@ -76,18 +75,9 @@ def write_failure(dump_folder: Path, error: BaseException, code: int) -> None:
         _write(dump_folder, f"rank{os.environ.get('RANK', '0')}", **_describe(error, code))
 
 
-def tell_launcher(error: BaseException, code: int) -> bool:
+def report_to_launcher(error: BaseException, code: int) -> bool:
     """Write this rank's failure record for the launcher that started it, which shows it; return whether that worked."""
-    folder = os.environ.get(LAUNCHER)
-    if not folder:
-        return False
-    me, rank = identity(), os.environ.get("RANK", "0")
-    record = {**me, "time": time.time(), "rank": int(rank), **_describe(error, code)}
-    try:
-        write_json(Path(folder, f"{me['attempt'][1]}.{rank}.json"), record)
-    except OSError:  # no room in /tmp
-        return False
-    return True
+    return write_record(**_describe(error, code))
 
 
 def write_bad_node(dump_folder: Path, node: str, why: str) -> None:
@@ -109,11 +99,11 @@ def read_failures(dump_folder: Path) -> list[Failure]:
 
 
 class NotTriedAgain(UserError):
-    """An attempt that would end as the one before it did, with this exit code."""
+    """Error: this attempt would fail like the one before it, with the exit code `code`."""
 
     def __init__(self, failure: Failure) -> None:
-        said = failure["message"].removeprefix("NotTriedAgain: not tried again: ")  # by a peer, or an attempt between
-        super().__init__(f"not tried again: {said}")
+        message = failure["message"].removeprefix("NotTriedAgain: not tried again: ")  # of a peer
+        super().__init__(f"not tried again: {message}")
         self.code: int = failure["code"]
 
 
@@ -151,7 +141,7 @@ def _write(dump_folder: Path, name: str, **record: Any) -> None:
     except OSError as error:
         if error.errno not in FULL:
             raise
-        give_back_reserve(dump_folder)
+        release_reserve(dump_folder)
         write()
 
 

@@ -3,7 +3,7 @@
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from torchtitan_graph.checkpoint.folder import CHECKPOINTS, CONFIG
@@ -14,8 +14,8 @@ from torchtitan_graph.log import logger
 from torchtitan_graph.parallel.agree import files_group, on_rank_0
 from torchtitan_graph.patience import refuse_unreadable, refuse_unwritable, wait_for_storage
 from torchtitan_graph.run.drift import check_drift
-from torchtitan_graph.run.failure import give_back_reserve, reserve
-from torchtitan_graph.run.hang import TRACES, remove_if_empty
+from torchtitan_graph.run.failure import release_reserve, reserve
+from torchtitan_graph.run.hang import TRACES
 from torchtitan_graph.run.lock import Lock
 from torchtitan_graph.run.status import FAILED, HEARTBEAT_S, Status
 from torchtitan_graph.small_files import BadFile, read_small, write_text
@@ -24,13 +24,11 @@ from torchtitan_graph.small_files import BadFile, read_small, write_text
 class RunFolder:
     """The lock on `job.dump_folder`, with heartbeat and status; every rank constructs one, rank 0's does the work.
 
-    Raises:
-        UserError: another run holds the folder, or the run in it has another model, tokenizer or data.
+    Raises UserError if another run holds the folder, or the run in it has another model, tokenizer or data.
     """
 
     def __init__(self, config: JobConfig) -> None:
         self.path = Path(config.job.dump_folder)
-        self._traces = self.path / TRACES
         self.status: Status | None = None
         on_rank_0(lambda: wait_for_storage(lambda: self._open(config)), files_group())
 
@@ -46,7 +44,7 @@ class RunFolder:
                 self.status = Status(self.path, config.training.steps)
             except BaseException:
                 self._stop_heart()
-                give_back_reserve(self.path)
+                release_reserve(self.path)
                 self._lock.release()
                 raise
 
@@ -65,11 +63,7 @@ class RunFolder:
             else:
                 check_drift(file, config)
         if table.enable and table.remote_folder:
-            with using("remote_folder", table.remote_folder):
-                remote = Remote(table.remote_folder)
-            _check_drift_from(remote, config, file.name, compared)
-            if not table.load_only:
-                _begin_at(remote, config, file.name)
+            _compare_remote(table.remote_folder, config, compared)
 
     def save_config(self, config: JobConfig) -> None:
         """Save the configuration in the folder and at the remote address, once the run is set up; all ranks together.
@@ -93,7 +87,7 @@ class RunFolder:
                     logger.error(f"{self._lock.path} was deleted or taken over: another run may write to {self.path}")
                 if self.status is not None:
                     self.status.write()
-            except OSError as error:  # a full disk, an unreachable file server: training may well go on
+            except OSError as error:  # a full disk, an unreachable file server: training continues
                 logger.warning(f"no heartbeat in {self.path}: {error}")
 
     @contextmanager
@@ -117,34 +111,23 @@ class RunFolder:
         if self.status is None:
             return
         self._stop_heart()
-        give_back_reserve(self.path)
+        release_reserve(self.path)
         try:
             self.status.write(state, reason)
         except OSError as error:
             logger.warning(f"that this run is {state} is not written to {self.path}: {error}")
         (logger.warning if state == FAILED else logger.info)(self.status.goodput())
         self.status = None
-        remove_if_empty(self._traces)  # every rank is done with it, except where some come after a failure
+        with suppress(OSError):  # traces of a hung step are in it, or it is not there
+            (self.path / TRACES).rmdir()
         try:
             self._lock.release()
         except OSError as error:
             logger.warning(f"{self._lock.path} stays: {error}")
 
 
-def _begin_at(remote: Remote, config: JobConfig, name: str) -> None:
-    """Write the configuration to a remote address that has none, which shows at once whether it is writable."""
-    with tempfile.TemporaryDirectory() as folder, using("remote_folder", remote.address):
-        if name not in remote.sizes():
-            write_text(Path(folder, name), dump_toml(config))
-            remote.put(Path(folder), [name])
-
-
 def check_place(dump_folder: str) -> Path:
-    """Return the path of a run's folder, which need not exist yet.
-
-    Raises:
-        UserError: something else is there, or the system refuses the name.
-    """
+    """Return the path of a run's folder, which need not exist yet; raise UserError if it can't be a folder."""
     path, option = Path(dump_folder), f"job.dump_folder = {dump_folder!r}"
     with refuse_unreadable(option):
         nearest = next(place for place in (path, *path.absolute().parents) if place.exists())
@@ -153,16 +136,21 @@ def check_place(dump_folder: str) -> Path:
     return path
 
 
-def _check_drift_from(remote: Remote, config: JobConfig, name: str, compared: bytes | None) -> None:
-    """Run `check_drift` on the file `name` at a remote address, if there are checkpoints.
+def _compare_remote(address: str, config: JobConfig, compared: bytes | None) -> None:
+    """Check the configuration for drift from the one at a remote address with checkpoints.
 
-    A file equal to `compared`, which was checked before, is skipped.
+    One equal to `compared`, which was checked before, is skipped. Where there is none, this one is written, which shows
+    at once whether the address is writable.
     """
     with tempfile.TemporaryDirectory() as folder:
-        with using("remote_folder", remote.address):
-            if not remote.list_steps() or name not in remote.sizes():
-                return
-            remote.get([name], Path(folder))
-        saved = Path(folder, name)
-        if read_small(saved) != compared:
-            check_drift(saved, config, place=f"{remote.address}/{name}")
+        saved = Path(folder, CONFIG)
+        with using("remote_folder", address):
+            remote = Remote(address)
+            is_there = CONFIG in remote.sizes()
+            if is_there and remote.list_steps():
+                remote.get([CONFIG], saved.parent)
+            elif not is_there and not config.checkpoint.load_only:
+                write_text(saved, dump_toml(config))
+                remote.put(saved.parent, [CONFIG])
+        if is_there and saved.exists() and read_small(saved) != compared:
+            check_drift(saved, config, place=f"{remote.address}/{CONFIG}")

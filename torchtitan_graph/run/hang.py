@@ -27,19 +27,12 @@ def set_up_flight_recorder(dump_folder: Path) -> None:
             os.environ.setdefault(name, value)
 
 
-def remove_if_empty(folder: Path) -> None:
-    """Remove the folder of a run's traces if it is empty, once all ranks are done with it."""
-    with suppress(OSError):  # not empty, or not there
-        folder.rmdir()
-
-
 class HangWatch:
     """Write the stacks of this process to a file when a step takes longer than a collective may.
 
     A rank that waits in a collective ends with the timeout's error; one that hangs elsewhere would be killed without a
     message. Python's fault handler writes from a thread of its own, which needs no lock of the interpreter. A context
-    manager; at its end the file is named, or removed where nothing was ever written to it. Where no file can be made,
-    the stacks go to stderr.
+    manager: at its end the file is logged, or removed if it is empty. If no file can be made, stacks go to stderr.
     """
 
     def __init__(self, config: job.Comm, dump_folder: Path, rank: int) -> None:
@@ -65,7 +58,7 @@ class HangWatch:
             self._file = os.open(self._path, flags, 0o644)  # an earlier attempt's stacks stay
             self._size = self._path.stat().st_size
         except OSError as error:
-            logger.warning(f"should a step hang, where this rank stands goes to stderr: no file can be made ({error})")
+            logger.warning(f"if a step hangs, this rank's stacks go to stderr: no file can be made ({error})")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -77,6 +70,6 @@ class HangWatch:
             size = self._path.stat().st_size
             if size > self._size:
                 folder = self._path.parent
-                logger.error(f"a step took longer than its collectives may; where the ranks stood is in {folder}")
+                logger.error(f"a step took longer than its collectives may; the stacks of the ranks are in {folder}")
             if size == 0:
                 self._path.unlink()

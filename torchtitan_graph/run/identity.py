@@ -15,8 +15,8 @@ Seconds = Annotated[float, Meta(ge=0, le=1e12)]
 class Identity(TypedDict):
     """A process of a job.
 
-    `job_id` is SLURM's, or torchrun's rendezvous id, or None. `attempt` counts how often that job was started again:
-    by SLURM, and within it by torchrun; of two attempts of one job the larger is the later.
+    `job_id` is SLURM's, or torchrun's rendezvous id, or None. `attempt` counts the restarts of that job by SLURM, and
+    those by torchrun within the last of them.
     """
 
     host: str

@@ -31,20 +31,19 @@ class Lock:
     A lock is stale, and taken over, when its heartbeat is old, when its process was on this host and is gone, and when
     this process belongs to a later attempt of the holder's job: SLURM and torchrun end one attempt before the next.
 
-    Raises:
-        FolderHeld: another run holds it, or nobody can tell who does.
+    Raises FolderHeld if another run holds it, or an unknown process.
     """
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / NAME
         self.me = identity()
-        self._mine = json.dumps(self.me).encode()
-        # A temporary name: for the lock before it is linked, a stale one during removal, a file for the server's time.
-        self._beside = folder / f"{NAME}.{self.me['host']}.{self.me['pid']}"
+        self._content = json.dumps(self.me).encode()
+        # For the lock before it is linked, a stale one during removal, and a file with the server's time.
+        self._tmp = folder / f"{NAME}.{self.me['host']}.{self.me['pid']}"
         while not self._create():
             with contextlib.suppress(FileNotFoundError):  # it was released meanwhile
-                self._make_way()
+                self._remove_if_stale()
         self._clean_up()
 
     def beat(self) -> bool:
@@ -61,25 +60,25 @@ class Lock:
 
     def _is_mine(self) -> bool:
         try:
-            return read_small(self.path) == self._mine
+            return read_small(self.path) == self._content
         except (FileNotFoundError, BadFile):
             return False
 
     def _create(self) -> bool:
         """Create the lock and return True; False if there is one. A kill leaves none, or a whole one."""
         try:
-            self._beside.unlink(missing_ok=True)  # a FIFO or a link of that name is not written to
-            with self._beside.open("xb") as file:
-                file.write(self._mine)
+            self._tmp.unlink(missing_ok=True)  # a FIFO or a link of that name is not written to
+            with self._tmp.open("xb") as file:
+                file.write(self._content)
                 file.flush()
                 os.fsync(file.fileno())
-            os.link(self._beside, self.path)
+            os.link(self._tmp, self.path)
         except FileExistsError:
-            return self._beside.stat().st_nlink == 2  # a file server has linked it, and its answer was lost
+            return self._tmp.stat().st_nlink == 2  # a file server has linked it, and its answer was lost
         except OSError:  # not every file system has links; another cause fails again there
             return self._create_without_link()
         finally:
-            self._beside.unlink(missing_ok=True)
+            self._tmp.unlink(missing_ok=True)
         return True
 
     def _create_without_link(self) -> bool:
@@ -89,13 +88,13 @@ class Lock:
             return False
         try:
             with os.fdopen(descriptor, "wb") as file:
-                file.write(self._mine)
+                file.write(self._content)
         except OSError:  # a full disk: an empty lock would name no holder
             self.path.unlink()
             raise
         return True
 
-    def _make_way(self) -> None:
+    def _remove_if_stale(self) -> None:
         """Remove the lock that is there if it is stale; else raise FolderHeld."""
         option = f"job.dump_folder = {str(self.path.parent)!r}"
         holder: Identity | None = None
@@ -122,7 +121,7 @@ class Lock:
             )
         who = describe(holder) if holder else "an unknown process"
         logger.warning(f"taking over the lock of {self.path.parent} from {who}: {stale}")
-        self._remove(content)
+        self._unlink(content)
 
     def _stale(self, holder: Identity | None) -> str | None:
         """Return why the holder is gone, or None if it may be alive."""
@@ -136,23 +135,23 @@ class Lock:
 
     def _now(self) -> float:
         """Return the file server's time: hosts' clocks may differ from it, and from each other's."""
-        self._beside.touch()
+        self._tmp.touch()
         try:
-            return self._beside.stat().st_mtime
+            return self._tmp.stat().st_mtime
         finally:
-            self._beside.unlink()
+            self._tmp.unlink()
 
-    def _remove(self, content: bytes) -> None:
+    def _unlink(self, content: bytes) -> None:
         """Remove the stale lock; restore it if another process has just taken it over."""
         if read_small(self.path) != content:
             return
-        os.rename(self.path, self._beside)
+        os.rename(self.path, self._tmp)
         try:
-            if read_small(self._beside) != content:
+            if read_small(self._tmp) != content:
                 with contextlib.suppress(FileExistsError):  # a third process has it
-                    os.link(self._beside, self.path)
+                    os.link(self._tmp, self.path)
         finally:
-            self._beside.unlink()
+            self._tmp.unlink()
 
     def _clean_up(self) -> None:
         """Remove temporary files of this host's processes that were killed while taking the lock."""

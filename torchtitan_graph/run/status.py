@@ -21,8 +21,7 @@ HEARTBEAT_S = 10
 # process since nobody had started one.
 TIMES = ("useful", "lost", "startup", "checkpoint", "validation", "restarting", "idle")
 
-
-REASON = 500  # characters at the most: the file fits into a block, and can be overwritten on a full disk
+MAX_REASON = 500  # characters: the file fits into a block, and can be overwritten on a full disk
 
 
 class Written(Identity):
@@ -114,7 +113,7 @@ class Status:
             now, left = time.time(), self._seconds_left() if state == RUNNING else None
             self._content |= {
                 "state": state,
-                "reason": reason if len(reason) <= REASON else reason[:REASON] + "...",
+                "reason": reason if len(reason) <= MAX_REASON else reason[:MAX_REASON] + "...",
                 "time": now,
                 "time_utc": datetime.fromtimestamp(now, timezone.utc).isoformat(" ", "seconds"),
                 "seconds_left": left,

@@ -15,8 +15,8 @@ from torchtitan_graph.run.failure import (
     NotTriedAgain,
     read_failures,
     refuse_to_repeat,
+    report_to_launcher,
     reserve,
-    tell_launcher,
     write_failure,
 )
 
@@ -92,4 +92,4 @@ def test_whatever_has_the_reserve_s_name_makes_way(what: str, tmp_path: Path) ->
 
 def test_a_launcher_without_room_is_not_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHTITAN_GRAPH_LAUNCHER", str(tmp_path / "gone"))
-    assert not tell_launcher(RuntimeError("no"), FAULT)
+    assert not report_to_launcher(RuntimeError("no"), FAULT)

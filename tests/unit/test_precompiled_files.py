@@ -171,7 +171,7 @@ def of_table(name: str, row: Any, number: int) -> Any:
 def test_graphs_that_would_fill_the_memory_are_refused(tmp_path: Path, change: Any, why: str) -> None:
     data = json.loads(gzip.decompress(graph_file(written(tmp_path)).read_bytes()))
     forged(tmp_path, change(data) or json.dumps(data).encode())
-    with pytest.raises(UserError, match=f"not what was written .*{why}.*Make it anew: run this") as error:
+    with pytest.raises(UserError, match=f"not what was written .*{why}.*Make it again: run this") as error:
         taken(tmp_path)
     assert len(str(error.value)) < 1000
 
@@ -189,12 +189,12 @@ def test_what_is_no_small_file_is_not_read(tmp_path: Path, which: str) -> None:
     path = {"graphs": graph_file(written(tmp_path)), "index": tmp_path / INDEX}[which]
     path.unlink()
     os.mkfifo(path)
-    with pytest.raises(UserError, match="is no regular file, but a FIFO.*Make it anew: run this"):
+    with pytest.raises(UserError, match="is no regular file, but a FIFO.*Make it again: run this"):
         taken(tmp_path)
     path.unlink()
     with path.open("wb") as file:
         file.truncate(2**42)
-    with pytest.raises(UserError, match="bytes, more than the .* that such a file may have.*Make it anew: run this"):
+    with pytest.raises(UserError, match="bytes, more than the .* that such a file may have.*Make it again: run this"):
         taken(tmp_path)
     with pytest.raises(UserError, match="File name too long.*run this"):
         open_precompiled(tmp_path / ("x" * 300), JOB, AGAIN)
@@ -209,7 +209,7 @@ def test_an_index_of_other_types_is_refused(tmp_path: Path, change: dict[str, An
     written(tmp_path)
     index = json.loads((tmp_path / INDEX).read_text())
     (tmp_path / INDEX).write_text(json.dumps(index | change))
-    with pytest.raises(UserError, match="index.json: not what was written .*Make it anew: run this"):
+    with pytest.raises(UserError, match="index.json: not what was written .*Make it again: run this"):
         taken(tmp_path)
 
 

@@ -320,7 +320,7 @@ class Clock:
         _, done, _ = self._done.get(wait.all_input_nodes[0], ("", 0.0, 0.0))
         return max(0.0, done - self.now)
 
-    def tell(self, node: Node) -> None:
+    def advance(self, node: Node) -> None:
         """Advance the clock by a node: a kernel, the start of a collective or copy, or a wait."""
         op = operator_of(node.target)
         if op.host_reads is not None:
@@ -360,5 +360,5 @@ def estimate(gm: GraphModule, costs: Costs) -> Estimate:
     """Estimate a run of a graph."""
     clock = Clock(costs)
     for node in gm.graph.nodes:
-        clock.tell(node)
+        clock.advance(node)
     return Estimate(clock.now, dict(clock.sent), dict(clock.exposed), dict(clock.computed))

@@ -46,8 +46,7 @@ def forward_of(gm: GraphModule, blocks: Container[str]) -> Forward:
     for node in gm.graph.nodes:
         if node.op == "call_function" and meta.phase(node) == "forward" and node not in weights:
             groups.setdefault(block_of(node, blocks), []).append(node)
-    written = {owner[x] for node in gm.graph.nodes for x, writes in aliased(node) if writes}
-    return Forward(groups, owner, weights, held, written)
+    return Forward(groups, owner, weights, held, written_memories(gm, owner))
 
 
 def values_of(
@@ -103,14 +102,18 @@ def chosen(values: Mapping[Node, Value], forward: Forward, places: Container[int
     return {node for node in found if forward.owner[node] in found}
 
 
+def written_memories(gm: GraphModule, owner: Mapping[Node, Node]) -> set[Node]:
+    """Return the owners of the memories that a graph writes to in place."""
+    return {owner[x] for node in gm.graph.nodes for x, is_write in aliased(node) if is_write}
+
+
 def movable(gm: GraphModule, modules: Container[str]) -> set[Node]:
     """Return the large activations of these modules that may be offloaded to the host's memory till backward: no
     weights, nothing that is written in place, no outputs."""
     if not modules:
         return set()
     owner, weights = owners(gm), gathered_weights(gm)
-    stay = {owner[node] for node in gm.graph.output_node().all_input_nodes}
-    stay |= {owner[x] for node in gm.graph.nodes for x, writes in aliased(node) if writes}
+    stay = {owner[node] for node in gm.graph.output_node().all_input_nodes} | written_memories(gm, owner)
     return {
         node
         for node, root in owner.items()

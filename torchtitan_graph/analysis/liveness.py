@@ -19,9 +19,8 @@ from torchtitan_graph.graph.edit import aliased, fact, is_view, shared_arguments
 from torchtitan_graph.graph.signature import output_nodes, signature_of
 from torchtitan_graph.ops.operator import ALL_GATHER, operator_of
 
-# Views whose schemas declare no alias.
-_SILENT_VIEWS = (torch.ops.aten._unsafe_view.default, torch.ops._c10d_functional.wait_tensor.default)
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
+_SILENT_VIEWS = (torch.ops.aten._unsafe_view.default, _WAIT)  # views whose schemas declare no alias
 _CAT = torch.ops.aten.cat.default
 
 
@@ -81,12 +80,11 @@ def _is_gathered(memories: Memories, owner: Node) -> bool:
 
 def host_memory(gm: GraphModule) -> int:
     """Return the most bytes of the host's memory that offloaded activations take at once."""
-    held = held_memory(gm, lambda node: _num_bytes(node) if _is_activation_away(node) else 0, scratch=lambda _: 0)
-    return max(held.values())
 
+    def size(node: Node) -> int:
+        return _num_bytes(node) if _is_on_host(node) and meta.role(node) is None else 0
 
-def _is_activation_away(node: Node) -> bool:
-    return _is_on_host(node) and meta.role(node) is None
+    return max(held_memory(gm, size, scratch=lambda _: 0).values())
 
 
 def _is_on_host(node: Node) -> bool:

@@ -106,11 +106,7 @@ class Scope:
             yield from child.walk()
 
 
-def charges(
-    gm: GraphModule,
-    costs: Costs,
-    measured: Mapping[str, float] | None = None,
-) -> list[Charge]:
+def charges(gm: GraphModule, costs: Costs, measured: Mapping[str, float] | None = None) -> list[Charge]:
     """Charge each call of a graph. See Note [Costs by scope].
 
     Args:
@@ -132,9 +128,9 @@ def charges(
         )
     held, clock, found = _held_at_peak(gm), Clock(costs), []
     for node in calls:
-        now, sent, stood = _told(clock)
-        clock.tell(node)
-        then, sent_too, stood_too = _told(clock)
+        now, sent, stood = _times(clock)
+        clock.advance(node)
+        then, sent_too, stood_too = _times(clock)
         begin, end, sending, link = now, then, sent_too - sent, costs.link(node)
         if sending:  # on its own stream, from when that is free
             wait = next((user for user in node.users if user.all_input_nodes[0] is node), None)
@@ -155,7 +151,7 @@ def charges(
     return found
 
 
-def _told(clock: Clock) -> tuple[int, int, int]:
+def _times(clock: Clock) -> tuple[int, int, int]:
     """Return the clock's time, the time of other streams, and its exposed part."""
     return _ns(clock.now), _ns(sum(clock.sent.values())), _ns(sum(clock.exposed.values()))
 

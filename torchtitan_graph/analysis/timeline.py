@@ -26,13 +26,7 @@ class Timeline:
         self._moved = set[Node]()
 
     def start_earlier(
-        self,
-        nodes: list[Node],
-        until: int,
-        earliest: int,
-        num_bytes: int,
-        scratch: int = 0,
-        partway: bool = True,
+        self, nodes: list[Node], until: int, earliest: int, num_bytes: int, scratch: int = 0, partway: bool = True
     ) -> int:
         """Move nodes together, in order, as early as the memory that they allocate allows; return their new place.
 

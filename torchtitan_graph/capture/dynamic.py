@@ -43,7 +43,7 @@ from torchtitan_graph.torch_private.sizes import (
     new_symbol,
     require,
 )
-from torchtitan_graph.torch_private.tracing import TRACERS, author_s_stack
+from torchtitan_graph.torch_private.tracing import TRACERS, author_stack
 
 
 class Condition(NamedTuple):
@@ -62,7 +62,7 @@ class Compared(list[Any]):
 
     def append(self, guard: Any) -> None:
         super().append(guard)
-        self.where.append(place(author_s_stack()))
+        self.where.append(place(author_stack()))
 
 
 def compare(condition: Any, where: str) -> None:

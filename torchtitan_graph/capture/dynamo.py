@@ -46,7 +46,7 @@ from torchtitan_graph.torch_private.dynamo import (
 )
 from torchtitan_graph.torch_private.fake import FakeTensorMode
 from torchtitan_graph.torch_private.sizes import is_symbolic, require
-from torchtitan_graph.torch_private.tracing import made_for, reparametrize
+from torchtitan_graph.torch_private.tracing import annotated_as, reparametrize
 
 _CALL = "dynamo_capture(fn, module=model)(*arguments)"
 
@@ -305,7 +305,7 @@ class _Replay(Interpreter):
     """Runs Dynamo's graph under the tracer, with its regions inlined: the resulting graph has none."""
 
     def run_node(self, n: Node) -> Any:
-        with made_for(n):
+        with annotated_as(n):
             args, kwargs = self.fetch_args_kwargs_from_env(n)
             return getattr(self, n.op)(n.target, args, kwargs)
 

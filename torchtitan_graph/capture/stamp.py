@@ -39,9 +39,9 @@ from torchtitan_graph.torch_private.fake import FakeTensorMode
 from torchtitan_graph.torch_private.tensors import is_traceable_wrapper_subclass
 from torchtitan_graph.torch_private.tracing import (
     FakeTensor,
-    current_words,
-    keeps_its_own_way,
-    trace_set_aside,
+    current_annotations,
+    has_saved_tensor_hooks,
+    suspended_trace,
     trace_to_graph,
 )
 
@@ -112,7 +112,7 @@ class _Call:
         self.state: dict[tuple[str, str], Tensor] = state | {("buffer", n): b for n, b in block.named_buffers()}
         self.tensors = [*self.state.values(), *(x for x in self.leaves if isinstance(x, Tensor))]
         self.layouts = [layout_of(x) for x in self.tensors]
-        self.is_grad, self.words = torch.is_grad_enabled(), current_words()
+        self.is_grad, self.words = torch.is_grad_enabled(), current_annotations()
         self.place = stamps.recorder.place() if stamps.recorder is not None else ()
         self.copies: dict[Node, Node] = {}
         self.places: dict[Place, Place] = {}  # from the traced block's places to this call's
@@ -136,7 +136,7 @@ class _Call:
         found: dict[str, Any] = {}
         try:
             before = self.key()
-            with trace_set_aside(dict(self.words)):
+            with suspended_trace(dict(self.words)):
                 flat = [t.detach() for x, lay in zip(self.tensors, self.layouts, strict=True) for t in lay.flatten(x)]
                 run = functools.partial(self._run, found, given)
                 stamps = self.stamps
@@ -269,7 +269,7 @@ class Stamps:
 
     def call(self, name: str, block: nn.Module, forward: Callable, *args: Any, **kwargs: Any) -> Any:
         """Replace a block's forward by one opaque operator."""
-        if keeps_its_own_way():  # a stamp saves no values that could be recomputed
+        if has_saved_tensor_hooks():  # a stamp saves no values that could be recomputed
             raise TraceInFull(f"{name} is called in a checkpointed region")
         call = _Call(self, name, block, forward, args, kwargs)
         differentiable = [id(x) for x in call.tensors if x.requires_grad]

@@ -53,17 +53,9 @@ def _swiglu(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _swiglu_backward(  # type: ignore[no-untyped-def]
-    gradients,
-    gates,
-    ups,
-    of_gates,
-    of_ups,
-    numel,
-    STEEPNESS: tl.constexpr,
-    LIMIT: tl.constexpr,
-    WIDE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    gradients, gates, ups, of_gates, of_ups, numel,
+    STEEPNESS: tl.constexpr, LIMIT: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_there = at < numel
     gradient = tl.load(gradients + at, mask=is_there, other=0.0).to(WIDE)

@@ -141,10 +141,7 @@ def _fake_by_group(x_SF: Tensor, offsets_E: Tensor) -> Tensor:
 
 
 @operator(
-    _fake_by_group,
-    dynamic_rows=one_for_each_group,
-    records=lambda x_SF, *_, **__: x_SF.is_cuda,
-    examples=equal_groups,
+    _fake_by_group, dynamic_rows=one_for_each_group, records=lambda x_SF, *_, **__: x_SF.is_cuda, examples=equal_groups
 )
 def grouped_sum(x_SF: Tensor, offsets_E: Tensor) -> Tensor:
     """Return the sum of each group's rows: (S, F) -> (E, F)."""

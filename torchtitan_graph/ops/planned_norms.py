@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torchtitan_graph.ops.operator import operator
 
 
-def take_norms_of_gpu(model: nn.Module) -> None:
+def use_gpu_norms(model: nn.Module) -> None:
     """Replace the forward of the model's `nn.RMSNorm` modules by the placeholder operators."""
     for module in model.modules():
         if type(module) is nn.RMSNorm:

@@ -21,12 +21,7 @@ from torch import Tensor
 
 from torchtitan_graph.ops.loss import wide
 from torchtitan_graph.ops.operator import Attention, num_bytes, operator
-from torchtitan_graph.torch_private.flash import (
-    causal_backward,
-    causal_forward,
-    varlen_backward,
-    varlen_forward,
-)
+from torchtitan_graph.torch_private.flash import causal_backward, causal_forward, varlen_backward, varlen_forward
 
 
 @dataclasses.dataclass(frozen=True)

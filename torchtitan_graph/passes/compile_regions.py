@@ -252,7 +252,8 @@ def _cut_out(
     for node in nodes:
         args, kwargs = map_arg(node.args, copies.__getitem__), map_arg(node.kwargs, copies.__getitem__)
         if node.target in (_FORWARD, _BACKWARD):
-            args = _with_kernel_options(args, _kernel_options(node, options or {}))
+            more = _kernel_options(node, options or {})  # kernel options are the only argument that is a dictionary
+            args = tuple({**x, **more} if isinstance(x, Mapping) else x for x in args)
         copies[node] = graph.create_node(node.op, node.target, args, kwargs)
     outputs = [node for node in nodes if any(user not in inside for user in node.users)]
     graph.output(tuple(copies[node] for node in outputs))
@@ -264,7 +265,8 @@ def _cut_out(
         if options is not None
         else tuple(work for node in nodes for work in works_of(node))
     )
-    kind = "\n".join([repr(options), *map(_layout, inputs), *_code(part)])
+    code = [each.code for each in part.modules() if isinstance(each, GraphModule)]
+    kind = "\n".join([repr(options), *map(_layout, inputs), *code])
     return _Part(nodes, part, inputs, outputs, [*map(owners.index, owners)], max(scratch, 0), works, options, kind)
 
 
@@ -322,21 +324,12 @@ def _replace(gm: GraphModule, part: _Part, compiled: Compiled, results: dict[Nod
         gm.graph.erase_node(node)
 
 
-def _with_kernel_options(args: tuple[Any, ...], more: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Add kernel options to a flex attention operator's arguments, in the only one that is a dictionary."""
-    return tuple({**x, **more} if isinstance(x, Mapping) else x for x in args)
-
-
 def _kernel_options(node: Node, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the kernel options that a flex attention operator needs only when compiled, for its device."""
     if _on_cpu(node):  # its kernel can't compute the log-sum-exp, and nothing reads it
         return {"OUTPUT_LOGSUMEXP": False} if node.target is _FORWARD else {}
     searches = bool(options.get("max_autotune"))  # Inductor then searches block sizes itself, and would find only ours
     return flex_kernel_options(value(node.args[0]), own_blocks=not searches)  # type: ignore[arg-type]
-
-
-def _code(gm: GraphModule) -> list[str]:
-    return [each.code for each in gm.modules() if isinstance(each, GraphModule)]
 
 
 def _layout(node: Node) -> str:

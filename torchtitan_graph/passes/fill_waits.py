@@ -66,7 +66,7 @@ class _Sweep:
         bound: Mapping[str, int],
         unfilled: Container[Node],
     ) -> None:
-        self._held, self._put_off_bytes = collections.Counter[str](), collections.Counter[str]()  # by part
+        self._held, self._delayed_bytes = collections.Counter[str](), collections.Counter[str]()  # by part
         self.made: list[Node] = []
         self.too_full: set[Node] = set()
         self._early: dict[Node, Node] = {}  # node moved before its place -> the wait that it fills
@@ -76,7 +76,7 @@ class _Sweep:
         self._taken = {node: sum(map(size_of, self._memories.taken(node))) for node in gm.graph.nodes}
         self._uses = collections.Counter(owner for node in gm.graph.nodes for owner in self._memories.used(node))
         self._done: set[Node] = set()
-        self._put_off: dict[Node, None] = {}
+        self._delayed: dict[Node, None] = {}
         self._block = ""
         (products, views), sends = _weight_gradients(gm), self._sending_blocks(gm)
         for node in gm.graph.nodes:
@@ -86,9 +86,9 @@ class _Sweep:
             if (block := self._block_of(node)) not in ("", self._block):
                 self._make_all()
                 self._block = block
-            follows = not self._put_off.keys().isdisjoint(node.all_input_nodes)
+            follows = not self._delayed.keys().isdisjoint(node.all_input_nodes)
             if (block in sends and node in products) or (node in views and follows):
-                self._put(node)
+                self._delay(node)
                 continue
             if follows or not self._fits(node):
                 self._make_all()
@@ -109,32 +109,32 @@ class _Sweep:
     def _fits(self, node: Node) -> bool:
         """Return whether all delayed nodes could still be computed after a node within the memory bound."""
         part = self._part_of(node)
-        needed = self._taken[node] + scratch_of(node) + self._put_off_bytes[part]
+        needed = self._taken[node] + scratch_of(node) + self._delayed_bytes[part]
         return self._held[part] + needed <= self._bound[part]
 
-    def _put(self, node: Node) -> None:
+    def _delay(self, node: Node) -> None:
         """Delay a node, if it fits."""
         if self._fits(node):
-            self._put_off[node] = None
-            self._put_off_bytes[self._part_of(node)] += self._taken[node]
+            self._delayed[node] = None
+            self._delayed_bytes[self._part_of(node)] += self._taken[node]
         else:
             self._make_all()
             self._make(node)
 
     def _make_all(self) -> None:
-        while self._put_off:
+        while self._delayed:
             self._make_next()
 
     def _make_next(self) -> None:
-        node = next(iter(self._put_off))
-        del self._put_off[node]
-        self._put_off_bytes[self._part_of(node)] -= self._taken[node]
+        node = next(iter(self._delayed))
+        del self._delayed[node]
+        self._delayed_bytes[self._part_of(node)] -= self._taken[node]
         self._make(node)
 
     def _make(self, node: Node) -> None:
         self._done.add(node)
         self.made.append(node)
-        self._clock.tell(node)
+        self._clock.advance(node)
         part = self._part_of(node)
         self._held[part] += self._taken[node]
         if self._held[part] + scratch_of(node) > self._bound[part]:
@@ -145,7 +145,7 @@ class _Sweep:
                 self._held[part] -= size_of(owner)
 
     def _fill(self, wait: Node) -> None:
-        while self._put_off and self._clock.left(wait) > 0:
+        while self._delayed and self._clock.left(wait) > 0:
             self._make_next()
         # The device-to-host read follows a dispatch's exchange of counts: the host waits for it, and other work runs.
         is_counts = wait.all_input_nodes[0].target is _COUNTS

@@ -57,7 +57,7 @@ def overlap_collectives(gm: GraphModule, costs: Costs, part_of: Callable[[Node],
                 before.prepend(node)
     for start in (_start(wait) for wait in others if collective_of(_start(wait)) is ALL_TO_ALL):
         max(start.all_input_nodes).append(start)
-    _tell_host_early(gm)
+    _start_host_reads_early(gm)
     order = {node: i for i, node in enumerate(gm.graph.nodes)}
     for wait in (wait for wait in others if wait.users):
         min(wait.users).prepend(wait)
@@ -72,7 +72,7 @@ def overlap_collectives(gm: GraphModule, costs: Costs, part_of: Callable[[Node],
     return gm
 
 
-def _tell_host_early(gm: GraphModule) -> None:
+def _start_host_reads_early(gm: GraphModule) -> None:
     """Move the device-to-host copy of the exchanged rows' counts right behind the exchange of the counts."""
     read = ((node, operator_of(node.target).host_reads) for node in gm.graph.nodes)
     for splits in dict.fromkeys(node.args[place] for node, place in read if place is not None):

@@ -70,10 +70,10 @@ class _New:
 
     def send(self, source: Node, rows: Node, number: int) -> Node:
         """Start to send rows to the rank `number` places after this one, and to receive from the rank as far before."""
-        give, take = [0] * self._ring.degree, [0] * self._ring.degree
-        give[(self._ring.rank + number) % self._ring.degree] = value(rows).shape[0]
-        take[(self._ring.rank - number) % self._ring.degree] = value(rows).shape[0]
-        return self(source, c10d.all_to_all_single.default, rows, take, give, self._ring.group)
+        sizes_sent, sizes_received = [0] * self._ring.degree, [0] * self._ring.degree
+        sizes_sent[(self._ring.rank + number) % self._ring.degree] = value(rows).shape[0]
+        sizes_received[(self._ring.rank - number) % self._ring.degree] = value(rows).shape[0]
+        return self(source, c10d.all_to_all_single.default, rows, sizes_received, sizes_sent, self._ring.group)
 
     def flat(self, source: Node, x: Node) -> Node:
         """Insert a view of (B, L, D) as a matrix of rows."""
@@ -94,7 +94,7 @@ class _New:
         for nodes in (self.nodes, others):
             clock = Clock(costs)
             for node in nodes:
-                clock.tell(node)
+                clock.advance(node)
             found.append(clock.now)
         if found[0] >= found[1]:
             erase_dead(self._graph, reversed(self.nodes))
@@ -126,7 +126,7 @@ def _gathered(wait: Node, ring: Ring) -> _Gathered | None:
         return None
     path, shape = [start, wait], (part.shape[0], part.shape[1] * ring.degree, part.shape[2])
     while value(path[-1]).shape != shape:
-        following = _put_together(path[-1])
+        following = _next_reordering(path[-1])
         if not following:
             return None
         path += following
@@ -143,7 +143,7 @@ def _gathered(wait: Node, ring: Ring) -> _Gathered | None:
     return _Gathered(path, same, readers[0], products) if products else None
 
 
-def _put_together(node: Node) -> list[Node]:
+def _next_reordering(node: Node) -> list[Node]:
     """Return the nodes of the next step that brings parts into the sequence's order: a view, or a cat of a split."""
     users = list(node.users)
     if len(users) != 1:
@@ -178,10 +178,10 @@ def _can_stand_before(place: Node, node: Node, without: Iterable[Node] = ()) -> 
     )
 
 
-def _bring_before(place: Node, node: Node, without: Iterable[Node] = ()) -> None:
+def _move_before(place: Node, node: Node, without: Iterable[Node] = ()) -> None:
     for x in node.all_input_nodes:
         if x not in without and not x < place:
-            _bring_before(place, x)
+            _move_before(place, x)
             place.prepend(x)
 
 
@@ -212,7 +212,7 @@ def _cut_gather(graph: Graph, found: _Gathered, ring: Ring, costs: Costs, room: 
     if not new.take_less_time([*found.path, *products], costs):
         return
     for product, result in zip(products, joined, strict=True):
-        _bring_before(results[0][ring.rank], product, found.same)
+        _move_before(results[0][ring.rank], product, found.same)
         product.replace_all_uses_with(result)
         graph.erase_node(product)
     if is_read:
@@ -244,7 +244,7 @@ def _summed(wait: Node, ring: Ring) -> _Summed | None:
     B, rows_of_part, _ = value(wait).shape
     is_in_order = B == 1
     while not (terms := _terms(path[0].args[0])) or not is_in_order:  # type: ignore[arg-type]
-        before = _taken_apart(path[0].args[0])  # type: ignore[arg-type]
+        before = _last_reordering(path[0].args[0])  # type: ignore[arg-type]
         if not before:
             return None
         is_in_order = is_in_order or len(before) > 1
@@ -271,7 +271,7 @@ def _terms(node: Node) -> list[Node]:
     return [*itertools.chain(*found), node] if found and all(found) else []
 
 
-def _taken_apart(node: Node) -> list[Node]:
+def _last_reordering(node: Node) -> list[Node]:
     """Return the nodes of the last step from the sequence's order to the ranks': a view, or a cat of a split."""
     if len(node.users) != 1:
         return []

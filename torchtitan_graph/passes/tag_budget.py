@@ -92,12 +92,7 @@ class _Plan:
     """The levels of all blocks, and the step's memory at each choice of them."""
 
     def __init__(
-        self,
-        gm: GraphModule,
-        budget: Budget,
-        rehearsal: Rehearsal,
-        forward: Forward,
-        levels: list[list[_Level]],
+        self, gm: GraphModule, budget: Budget, rehearsal: Rehearsal, forward: Forward, levels: list[list[_Level]]
     ) -> None:
         self.levels, self._budget, self._rehearsal = levels, budget, rehearsal
         self._others = {node for node in gm.graph.nodes if meta.tag(node) == meta.RECOMPUTE}

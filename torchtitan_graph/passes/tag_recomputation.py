@@ -36,7 +36,7 @@ def tag_recomputation(gm: GraphModule, blocks: Container[str], recompute: Recomp
             continue
         again: bool | None = None
         leaves = any(meta.phase(user) == "forward" and block_of(user, blocks) != block for user in node.users)
-        if leaves or _tells_the_host(node):
+        if leaves or _is_read_by_host(node):
             again = False
         else:
             if recompute.by_op:  # products are counted whichever rule decides: the others' alternation stays
@@ -57,6 +57,6 @@ def _keeps(node: Node, kept: KeptOps) -> bool:
     return kept.keeps(node.target)
 
 
-def _tells_the_host(node: Node) -> bool:
+def _is_read_by_host(node: Node) -> bool:
     source = node.args[0] if node.target is _WAIT else node
     return isinstance(source, Node) and operator_of(source.target).recompute == "never"

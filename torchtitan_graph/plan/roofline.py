@@ -219,7 +219,7 @@ def _microbatch(
     loss, clock = loss_of(gm), Clock(_Kernels(costs.rates, costs.links, costs.visible, kernels))
     for node in gm.graph.nodes:
         before, sent = clock.now, sum(clock.sent.values())
-        clock.tell(node)
+        clock.advance(node)
         seconds, place = clock.now - before, _place(node, loss)
         if (kernel := kernels.get(node)) is not None:
             terms = costs.terms(kernel.work)

@@ -87,7 +87,7 @@ def partition(gm: GraphModule, *, gather_once: bool, split_backward: bool) -> Pa
     dx = [node for name, node in outputs["output"].items() if name == "dx"]
     results = [node for kind in ("loss", "state") for node in outputs[kind].values() if node not in late]
     results += [node for name, node in outputs["output"].items() if name == "y"]
-    told = [node for node in outputs["state"].values() if node in late]
+    late_state = [node for node in outputs["state"].values() if node in late]
     found = {
         "gather": part(gather, (), readers=set(nodes) - gather),
         "forward": part(forward, results, readers=backward),
@@ -95,10 +95,10 @@ def partition(gm: GraphModule, *, gather_once: bool, split_backward: bool) -> Pa
     if split_backward:
         first = _needed_for(dx, backward)
         second = set(backward) - first
-        found["input"] = part(first, [*dx, *(n for n in (*sums, *told) if n in first)], readers=second)
-        found["weight"] = part(second, [n for n in (*sums, *told) if n in second])
+        found["input"] = part(first, [*dx, *(n for n in (*sums, *late_state) if n in first)], readers=second)
+        found["weight"] = part(second, [n for n in (*sums, *late_state) if n in second])
     else:
-        found["backward"] = part(set(backward), [*dx, *sums, *told])
+        found["backward"] = part(set(backward), [*dx, *sums, *late_state])
     found["reduce"] = part(reduce, outputs["grad"].values())
     names = {kind: {name: node.name for name, node in by_name.items()} for kind, by_name in outputs.items()}
     return Parts(found, names, tuple(n.name for n in sums))

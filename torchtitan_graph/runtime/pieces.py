@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
+from torchtitan_graph.analysis.keeping import written_memories
 from torchtitan_graph.analysis.liveness import owners
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.collectives import with_dynamic_rows
-from torchtitan_graph.graph.edit import aliased, fact, value
+from torchtitan_graph.graph.edit import fact, value
 from torchtitan_graph.graph.signature import signature_of
 from torchtitan_graph.log import logger
 from torchtitan_graph.ops.operator import operator_of
@@ -54,7 +55,7 @@ class Replayed:
         self._recording: _Recording | None = None
         signature, self._inputs = signature_of(gm), gm.graph.find_nodes(op="placeholder")
         kinds = [slot.kind for slot in signature.inputs for _ in range(slot.layout.num_tensors)]
-        written = _written(gm)
+        written = written_memories(gm, owners(gm))
         self._copied = [n for kind, n in zip(kinds, self._inputs, strict=True) if kind == "input" and n not in written]
         self._is_lent = [slot.kind == "grad" for slot in signature.outputs for _ in range(slot.layout.num_tensors)]
         self._num_calls = 0
@@ -264,9 +265,3 @@ def _piece(gm: GraphModule, nodes: list[Node], is_recorded: bool) -> Piece:
     gives = [node for node in nodes if not inside.issuperset(node.users) and isinstance(value(node), Tensor)]
     graph.output([new[node] for node in gives])
     return Piece(boxed(GraphModule(gm, graph)), reads, gives, is_recorded)
-
-
-def _written(gm: GraphModule) -> set[Node]:
-    """Return the nodes whose memory is written to in place."""
-    owner = owners(gm)
-    return {owner[source] for node in gm.graph.nodes for source, is_write in aliased(node) if is_write}

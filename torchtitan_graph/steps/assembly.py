@@ -16,7 +16,7 @@ from torchtitan_graph.compiler import PassPlan
 from torchtitan_graph.loss import cross_entropy
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.models.layers.moe import set_up_experts
-from torchtitan_graph.ops.planned_norms import take_norms_of_gpu
+from torchtitan_graph.ops.planned_norms import use_gpu_norms
 from torchtitan_graph.parallel.agree import files_group, on_rank_0
 from torchtitan_graph.parallel.layout import TP, Layout
 from torchtitan_graph.parallel.parallelize import context_modules, parallelize
@@ -76,7 +76,7 @@ class Assembly:
             if isinstance(module, options.fused):
                 module.is_fused = True  # type: ignore[assignment]
         if options.target.fused_norms:
-            take_norms_of_gpu(model)
+            use_gpu_norms(model)
         parallelize(model, self.family.PLAN, layout, loss_parallel=options.loss_parallel)
 
     def lay_out(self, reshard: Reshard | None = None) -> PassPlan:

@@ -12,13 +12,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_graph.analysis.flops import Flops
-from torchtitan_graph.capture.step import (
-    StepOutput,
-    bind_train_step,
-    combine,
-    make_eager_step,
-    make_eval_step,
-)
+from torchtitan_graph.capture.step import StepOutput, bind_train_step, combine, make_eager_step, make_eval_step
 from torchtitan_graph.capture.traced import run_traced
 from torchtitan_graph.data.batch import Batch
 from torchtitan_graph.device import Recorders
@@ -27,12 +21,7 @@ from torchtitan_graph.optim import clip_grad_norm
 from torchtitan_graph.parallel.layout import PP, Layout, sum_over
 from torchtitan_graph.parallel.pipeline import Pipeline
 from torchtitan_graph.parallel.recompute import recompute_eager
-from torchtitan_graph.parallel.storage import (
-    Storage,
-    cast_parameters,
-    materialize,
-    shard_eager,
-)
+from torchtitan_graph.parallel.storage import Storage, cast_parameters, materialize, shard_eager
 from torchtitan_graph.quantize.layers import kept_weights
 from torchtitan_graph.quantize.state import Float8State
 from torchtitan_graph.runtime.observe import Watchable

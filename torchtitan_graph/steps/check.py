@@ -51,7 +51,7 @@ def check_steps(
             )
     _check_varlen(model, dims, options)
     if model.attn == "sdpa" and options.target.is_gpu:
-        _tell_dense_masks(config, model, dims, options)
+        _log_dense_masks(config, model, dims, options)
     if config.comm.mode == "fake_backend":
         return
     _check_rows_fit(config, model, options.precision.compute.itemsize)
@@ -103,7 +103,7 @@ def _check_varlen(model: Decoder, dims: ParallelDims, options: StepOptions) -> N
         raise UserError("model.attn = 'varlen': its kernels need a GPU of compute capability 8.0 or more; use sdpa")
 
 
-def _tell_dense_masks(config: JobConfig, model: Decoder, dims: ParallelDims, options: StepOptions) -> None:
+def _log_dense_masks(config: JobConfig, model: Decoder, dims: ParallelDims, options: StepOptions) -> None:
     """Log the memory of dense masks on a GPU, and the attention implementations without them."""
     (rows, keys), itemsize = options.rows, options.precision.compute.itemsize
     queries, nothing = keys // dims.cp, torch.zeros(1, 1, dtype=torch.int64)

@@ -14,10 +14,7 @@ from torch.fx import GraphModule
 from torchtitan_graph.analysis.flops import Flops, count_flops
 from torchtitan_graph.analysis.liveness import input_memory
 from torchtitan_graph.capture.dimensions import SizeError
-from torchtitan_graph.capture.step import (
-    trace_eval_step,
-    trace_train_step,
-)
+from torchtitan_graph.capture.step import trace_eval_step, trace_train_step
 from torchtitan_graph.capture.trace import Capture
 from torchtitan_graph.capture.traced import TracedResult
 from torchtitan_graph.compiler import Inspection, PassPlan, passes, run_passes
@@ -120,8 +117,8 @@ def _rewrite(traced: Traced, options: StepOptions, *, makes_code: bool) -> Rewri
 
     evaluate = traced.evaluate
     if evaluate is not None:
-        told = Inspection("evaluation step", look=options.look)
-        evaluate = dataclasses.replace(evaluate, gm=rewritten(evaluate.gm, told))
+        seen = Inspection("evaluation step", look=options.look)
+        evaluate = dataclasses.replace(evaluate, gm=rewritten(evaluate.gm, seen))
     if options.budget_gib is None:
         train = rewritten(traced.train.gm, watch)
     else:

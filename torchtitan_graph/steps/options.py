@@ -18,10 +18,7 @@ from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.models.layers.moe import AuxiliaryLoss, ExpertTraining, MoE
 from torchtitan_graph.parallel.recompute import Budget, Recompute
 from torchtitan_graph.parallel.schedule import Schedule, plan_pipeline
-from torchtitan_graph.parallel.storage import (
-    Precision,
-    Reshard,
-)
+from torchtitan_graph.parallel.storage import Precision, Reshard
 from torchtitan_graph.passes.compile_regions import Regions
 from torchtitan_graph.quantize.plan import plan_float8
 from torchtitan_graph.quantize.state import Float8
@@ -154,8 +151,7 @@ def step_options(config: JobConfig, model: Decoder, num_microbatches: int, targe
         mode=config.compile.mode,
         num_microbatches=num_microbatches,
         precision=Precision(
-            storage=getattr(torch, training.dtype),
-            compute=getattr(torch, training.mixed_precision_param),
+            storage=getattr(torch, training.dtype), compute=getattr(torch, training.mixed_precision_param)
         ),
         recompute=_recompute(checkpoint, model),
         budget_gib=checkpoint.memory_budget_gib if checkpoint.mode == "memory_budget" else None,

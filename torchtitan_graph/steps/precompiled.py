@@ -223,7 +223,7 @@ def _as_written(folder: Path, again: str, what: str) -> Iterator[None]:
         if is_away(error):
             raise
         why = f"{type(error).__name__}: {error!s:.500}"
-        raise UserError(f"{begin}: not what was written ({why}). Make it anew: {again}") from error
+        raise UserError(f"{begin}: not what was written ({why}). Make it again: {again}") from error
 
 
 def open_precompiled(folder: Path, fingerprint: Mapping[str, str], again: str) -> Precompiled:

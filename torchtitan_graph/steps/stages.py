@@ -15,11 +15,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from torchtitan_graph.analysis.flops import Flops, count_flops
-from torchtitan_graph.capture.step import (
-    StageModules,
-    trace_stage_evaluation,
-    trace_stage_step,
-)
+from torchtitan_graph.capture.step import StageModules, trace_stage_evaluation, trace_stage_step
 from torchtitan_graph.capture.traced import TracedResult
 from torchtitan_graph.compiler import Inspection, PassPlan, passes, run_passes
 from torchtitan_graph.graph.edit import copy_graph
@@ -50,7 +46,7 @@ class _StageExamples(NamedTuple):
 
 def build_stages(assembly: Assembly) -> tuple[dict[int, StageGraph], Mapping[str, Storage], Flops]:
     """Return this rank's pipeline stages' graphs, by number, the parameters' storage layouts, and the FLOPs."""
-    plan, examples = _take_stages(assembly)
+    plan, examples = _lay_out_stages(assembly)
     options = assembly.options
     if options.precompiled is None:
         steps = _rewritten(assembly, plan, examples)
@@ -65,7 +61,7 @@ def build_stages(assembly: Assembly) -> tuple[dict[int, StageGraph], Mapping[str
 
 def rewrite_stages(assembly: Assembly) -> tuple[dict[int, Rewritten], Mapping[str, Storage]]:
     """Return the steps of this rank's stages before they are cut, by number, and its parameters' storage layout."""
-    plan, examples = _take_stages(assembly)
+    plan, examples = _lay_out_stages(assembly)
     return _rewritten(assembly, plan, examples), plan.storages
 
 
@@ -75,7 +71,7 @@ def make_code(gm: GraphModule, plan: PassPlan, options: StepOptions, name: str) 
     return run_passes(gm, chosen, options.disabled, options.target.device, Inspection(name))
 
 
-def _take_stages(assembly: Assembly) -> tuple[PassPlan, dict[int, _StageExamples]]:
+def _lay_out_stages(assembly: Assembly) -> tuple[PassPlan, dict[int, _StageExamples]]:
     """Keep only this rank's stages in the model, and lay them out; return the passes' inputs, and example stage inputs
     by stage number."""
     options = assembly.options
@@ -118,9 +114,9 @@ def _within_budget(
     def peak(fraction: float) -> int:
         graphs: dict[int, StageGraph] = {}
         for number, step in traced.items():
-            told = Inspection(f"stage {number}, memory_budget {fraction:.4g}")
+            watch = Inspection(f"stage {number}, memory_budget {fraction:.4g}")
             copied = dataclasses.replace(step, gm=copy_graph(step.gm))
-            made = _run_passes(number, copied, with_budget(fraction), options, told)
+            made = _run_passes(number, copied, with_budget(fraction), options, watch)
             graphs[number] = _cut(made, examples[number], plan, options)
         assert options.pipeline is not None
         return peak_of_stages(graphs, options.pipeline, assembly.layout.rank(PP)).num_bytes

@@ -18,12 +18,7 @@ DEPTH = 3  # a model, its blocks, and their calls
 
 
 def step_table(
-    assembly: Assembly,
-    graphs: Graphs,
-    *,
-    by: str = "scope",
-    depth: int = DEPTH,
-    trace: Path | None = None,
+    assembly: Assembly, graphs: Graphs, *, by: str = "scope", depth: int = DEPTH, trace: Path | None = None
 ) -> list[str]:
     """Return the lines of a table of costs of the training step, or of each pipeline stage.
 

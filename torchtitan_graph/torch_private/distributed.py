@@ -10,24 +10,9 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group, _set_pg_timeout
 from torch.distributed.tensor import DTensor, Placement
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
+from torch.distributed.tensor._dtensor_spec import TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
-
-__all__ = [
-    "DTensorSpec",
-    "METADATA_GETTERS",
-    "StorageInfo",
-    "StridedShard",
-    "dtensor_spec",
-    "init_fake_process_group",
-    "is_gloo",
-    "make_dtensor",
-    "name_group",
-    "one_thread_per_gloo_group",
-    "ranks_of_group",
-    "set_timeout",
-]
-
 
 # FSDP2's name for "sharded on dim 0 over data parallel, inside a shard of tensor parallel on the same dim".
 # Replaced by a public placement when torch makes it public.
@@ -122,11 +107,9 @@ def set_timeout(group: torch.distributed.ProcessGroup, seconds: int) -> None:
     (public or _set_pg_timeout)(datetime.timedelta(seconds=seconds), group)
 
 
-# A tensor's file and place in it, as in the pickled `.metadata`. An index in JSON would replace it.
+# Of a checkpoint's pickled `.metadata`, which an index in JSON would replace: a tensor's file and place in it, and the
+# functions that it calls for a tensor's layout and memory format.
 StorageInfo = _StorageInfo
-
-# The functions that the pickled `.metadata` calls for a tensor's layout and its memory format. An index in JSON would
-# replace it.
 METADATA_GETTERS = {
     ("torch.serialization", "_get_layout"),
     ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),

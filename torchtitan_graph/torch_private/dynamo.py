@@ -106,9 +106,8 @@ def capture_strictly(
         warnings.simplefilter("ignore")
         try:
             out = fullgraph_capture(fn, arguments, {})
-        except TorchDynamoException as error:
-            raise NotCaptured(_why(error)) from error
-        except RuntimeError as error:  # a region's result can't be its graph's output, such as a set of tensors
+        # A RuntimeError: a region's result can't be its graph's output, such as a set of tensors.
+        except (TorchDynamoException, RuntimeError) as error:
             raise NotCaptured(_why(error)) from error
         if out.backend_input is None:
             raise NotCaptured("the function computes nothing of tensors")
@@ -141,7 +140,7 @@ def capture_strictly(
         gm,
         [node._dynamo_source.name for node in gm.graph.find_nodes(op="placeholder")],
         changed,
-        ["".join(_with_line(each)) for each in _said(manager.root)],
+        ["".join(_with_line(each)) for each in _conditions(manager.root)],
         gm._dynamo_bytecode_flatten,
         gm._dynamo_bytecode_unflatten,
         holds,
@@ -214,12 +213,12 @@ def _seen_changes() -> Iterator[dict[str, str]]:
         OutputGraph.get_replayed_side_effect_source_refs = of_torch  # type: ignore[method-assign]
 
 
-def _said(manager: Any) -> list[str]:
+def _conditions(manager: Any) -> list[str]:
     """Return the conditions in a tree of guards."""
     own = [each for guard in manager.get_leaf_guards() for each in guard.verbose_code_parts()]
     pairs = manager.get_key_value_managers().values() if hasattr(manager, "get_key_value_managers") else ()
     below = [*manager.get_child_managers(), *(each for pair in pairs for each in pair if each is not None)]
-    return [*own, *(each for child in below for each in _said(child))]
+    return [*own, *(each for child in below for each in _conditions(child))]
 
 
 def _is_of_python(guard: Any) -> bool:

@@ -12,7 +12,7 @@ from torch._higher_order_ops.utils import registered_hop_fake_fns
 from torch._subclasses import FakeTensorMode as _FakeTensorMode
 
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.torch_private.tracing import author_s_stack
+from torchtitan_graph.torch_private.tracing import author_stack
 
 aten = ops.aten
 
@@ -84,7 +84,7 @@ class FakeTensorMode(_FakeTensorMode):
                     continue
                 self.live.setdefault(id(x), (x, x.grad if x.is_leaf else None))
                 if _writes(func, i, args, kwargs):
-                    raise WritesToLive(func, author_s_stack())
+                    raise WritesToLive(func, author_stack())
 
 
 def _writes(func: Any, number: int, args: Any, kwargs: Any) -> bool:
@@ -135,17 +135,10 @@ def _as_suggested_by(number: int) -> Rule:
 _STRIDES: dict[Any, Rule] = {
     **dict.fromkeys(
         (
-            aten.elu_backward.default,
-            aten.hardsigmoid_backward.default,
-            aten.hardswish_backward.default,
-            aten.hardtanh_backward.default,
-            aten.logit_backward.default,
-            aten.softplus_backward.default,
-            aten.copysign.Tensor,
-            aten.div.Tensor_mode,
-            aten.floor_divide.default,
-            aten.special_xlog1py.default,
-            aten.xlogy.Tensor,
+            *(aten.elu_backward.default, aten.hardsigmoid_backward.default, aten.hardswish_backward.default),
+            *(aten.hardtanh_backward.default, aten.logit_backward.default, aten.softplus_backward.default),
+            *(aten.copysign.Tensor, aten.div.Tensor_mode, aten.floor_divide.default),
+            *(aten.special_xlog1py.default, aten.xlogy.Tensor),
         ),
         _of_iterator(0, 1),
     ),
@@ -155,11 +148,8 @@ _STRIDES: dict[Any, Rule] = {
     aten._prelu_kernel_backward.default: _of_iterator(1, 2, 0),
     **dict.fromkeys(
         (
-            aten._log_softmax_backward_data.default,
-            aten.huber_loss_backward.default,
-            aten.mse_loss_backward.default,
-            aten.native_layer_norm_backward.default,
-            aten.smooth_l1_loss_backward.default,
+            *(aten._log_softmax_backward_data.default, aten.native_layer_norm_backward.default),
+            *(aten.huber_loss_backward.default, aten.mse_loss_backward.default, aten.smooth_l1_loss_backward.default),
         ),
         _contiguous,
     ),

@@ -147,27 +147,17 @@ def flex_attention_op(
         kernel_options: of the compiled kernels.
     """
     if q_BNLH.is_cuda and not isinstance(q_BNLH, FakeTensor):
-        wanted = AuxRequest(lse=True)
-        out_BNLH, aux = _compiled_flex_attention()(
-            q_BNLH,
-            k_BNLH,
-            v_BNLH,
-            score_mod=score,
-            block_mask=mask,
-            scale=scale,
-            enable_gqa=q_BNLH.shape[1] != k_BNLH.shape[1],
-            kernel_options=kernel_options,  # type: ignore[arg-type]
-            return_aux=wanted,
-        )
+        given: dict[str, Any] = dict(score_mod=score, block_mask=mask, scale=scale, kernel_options=kernel_options)
+        given |= dict(enable_gqa=q_BNLH.shape[1] != k_BNLH.shape[1], return_aux=AuxRequest(lse=True))
+        out_BNLH, aux = _compiled_flex_attention()(q_BNLH, k_BNLH, v_BNLH, **given)
         return out_BNLH, aux.lse
     options = dict(_apply_kernel_options(q_BNLH, k_BNLH, v_BNLH, True, None))
+    score = score or _no_score_change
     if torch.compiler.is_dynamo_compiling():  # lifts the closures of rule and score function itself
-        out_BNLH, lse_BNL, *_ = _flex_attention(
-            q_BNLH, k_BNLH, v_BNLH, score or _no_score_change, mask.as_tuple(), scale, options
-        )
+        out_BNLH, lse_BNL, *_ = _flex_attention(q_BNLH, k_BNLH, v_BNLH, score, mask.as_tuple(), scale, options)
         return out_BNLH, lse_BNL * math.log(2)
     of_mask, mask_remainder = _open_rule(mask.mask_mod)
-    of_score, score_remainder = _open_rule(score or _no_score_change)
+    of_score, score_remainder = _open_rule(score)
 
     def rule(b: Any, h: Any, q: Any, kv: Any, *tensors: torch.Tensor) -> torch.Tensor:
         return _close_rule(tensors, mask_remainder)(b, h, q, kv)
@@ -176,15 +166,7 @@ def flex_attention_op(
         return _close_rule(tensors, score_remainder)(value, b, h, q, kv)
 
     out_BNLH, lse_BNL, *_ = _flex_attention(
-        q_BNLH,
-        k_BNLH,
-        v_BNLH,
-        change,
-        (*mask.as_tuple()[:-1], rule),
-        scale,
-        options,
-        tuple(of_score),
-        tuple(of_mask),
+        q_BNLH, k_BNLH, v_BNLH, change, (*mask.as_tuple()[:-1], rule), scale, options, tuple(of_score), tuple(of_mask)
     )
     return out_BNLH, lse_BNL * math.log(2)  # the operator uses base-2 logarithms
 

@@ -44,10 +44,8 @@ def compile_by_inductor(
 @contextlib.contextmanager
 def _same_bits_each_run() -> Iterator[None]:
     """Forbid atomic additions, whose order differs from run to run, and on a GPU reductions chosen by timing."""
-    was, only_warns = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
+    was = torch.are_deterministic_algorithms_enabled()
+    only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True)
     try:
         yield

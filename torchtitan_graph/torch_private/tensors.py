@@ -6,34 +6,14 @@ import torch
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-
-__all__ = [
-    "KEPT_BY_TORCH",
-    "accumulate",
-    "count_step",
-    "free_gradient_dtype",
-    "has_gradient_hooks",
-    "has_step_hooks",
-    "is_traceable_wrapper_subclass",
-    "mark_as_parameter",
-    "multiply",
-    "num_writes",
-    "scaled_mm",
-]
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
 
 # Attributes that torch sets in modules and optimizers as they are called: warnings given, checks made, a recurrent
 # layer's weights as last seen, a fused step's arguments. No later call depends on them. torch has no list of them.
 KEPT_BY_TORCH = frozenset(
     {
-        "_flat_weight_refs",
-        "_flat_weights",
-        "_is_full_backward_hook",
-        "_need_device_dtype_check_for_fused",
-        "_opt_called",
-        "_warned_capturable_if_run_uncaptured",
-        "found_inf",
-        "grad_scale",
+        *("_flat_weight_refs", "_flat_weights", "_is_full_backward_hook", "_need_device_dtype_check_for_fused"),
+        *("_opt_called", "_warned_capturable_if_run_uncaptured", "found_inf", "grad_scale"),
     }
 )
 
@@ -52,12 +32,8 @@ def has_gradient_hooks(parameter: torch.Tensor) -> bool:
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether a hook is registered on the step of this optimizer, or of all; public API only adds and removes
     them."""
-    return bool(
-        optimizer._optimizer_step_pre_hooks
-        or optimizer._optimizer_step_post_hooks
-        or _global_optimizer_pre_hooks
-        or _global_optimizer_post_hooks
-    )
+    own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    return bool(own or _global_optimizer_pre_hooks or _global_optimizer_post_hooks)
 
 
 def num_writes(tensor: torch.Tensor) -> int:

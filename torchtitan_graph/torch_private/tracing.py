@@ -16,8 +16,10 @@ import torch
 import torch.fx.traceback as fx_traceback
 from torch._functorch._aot_autograd import logging_utils
 from torch._guards import TracingContext, tracing
-from torch._subclasses import FakeTensor, FakeTensorMode
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch._subclasses import FakeTensor as FakeTensor
+from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentOutputException
+from torch._subclasses.fake_tensor import DynamicOutputShapeException as DynamicOutputShapeException
 from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import PythonKeyTracer, disable_proxy_modes_tracing, make_fx
 from torch.fx.graph import _BoxedCodeGen
@@ -25,27 +27,6 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 
 from torchtitan_graph.errors import UserError
-
-__all__ = [
-    "TRACERS",
-    "DataDependentOutputException",
-    "DynamicOutputShapeException",
-    "FakeTensor",
-    "annotated",
-    "author_s_stack",
-    "boxed",
-    "current_words",
-    "ignore_profiler_in_recomputation",
-    "keeps_its_own_way",
-    "lazy_graph_module",
-    "made_for",
-    "refused_region",
-    "reparametrize",
-    "set_arguments",
-    "trace_set_aside",
-    "trace_to_graph",
-]
-
 
 _PACKAGE = Path(__file__).parents[1]
 # Folders whose code is not the traced function's author's: torch, and the tracer.
@@ -97,7 +78,7 @@ def annotated(**words: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def made_for(node: torch.fx.Node) -> Iterator[None]:
+def annotated_as(node: torch.fx.Node) -> Iterator[None]:
     """Annotate nodes made inside as this one, on top of the current annotations. FX's Interpreter leaves out the
     latter: a region's recomputation in backward would then count as forward."""
     before = fx_traceback.current_meta
@@ -109,13 +90,13 @@ def made_for(node: torch.fx.Node) -> Iterator[None]:
         fx_traceback.current_meta = before
 
 
-def current_words() -> dict[str, Any]:
+def current_annotations() -> dict[str, Any]:
     """Return the annotations of nodes made now."""
     return dict(fx_traceback.current_meta.get("custom") or {})
 
 
 @contextlib.contextmanager
-def trace_set_aside(words: dict[str, Any]) -> Iterator[None]:
+def suspended_trace(words: dict[str, Any]) -> Iterator[None]:
     """Suspend the current trace, so that another can run inside, whose nodes are annotated with these words.
 
     The current node's metadata (a stack, a sequence number of autograd) is the outer trace's. torch has no public way
@@ -280,7 +261,7 @@ def _recorded(recorder: CallRecorder | None, base: types.CodeType, engine: types
         PythonKeyTracer.create_node = created  # type: ignore[method-assign]
 
 
-def _author_s_frames(tracer: Any, stack: traceback.StackSummary) -> traceback.StackSummary:
+def _author_frames(tracer: Any, stack: traceback.StackSummary) -> traceback.StackSummary:
     """Return the traced function's own frames of a node's stack. `make_fx` would keep those of functions that are named
     `forward`."""
     begin = max((i for i, frame in enumerate(stack) if frame.name == "marked"), default=-1) + 1
@@ -312,7 +293,7 @@ def trace_to_graph(
         _marked_backward(module) as engine,
         # Code is generated when the graph first runs, not after every pass: a third of the time to build a large one.
         _use_lazy_graph_module(True),
-        mock.patch.object(torch.fx.proxy.TracerBase, "_filter_traceback_frames", _author_s_frames),
+        mock.patch.object(torch.fx.proxy.TracerBase, "_filter_traceback_frames", _author_frames),
         # Else a selective checkpoint recomputes nothing, and leaves that to a pass of torch.compile's.
         mock.patch.object(torch.utils.checkpoint, "_is_compiling", lambda func, args, kwargs: False),
     ):
@@ -325,7 +306,7 @@ def trace_to_graph(
         return _without_made_up(make_fx(marked, record_stack_traces=stack_traces)(*fake_inputs))
 
 
-def keeps_its_own_way() -> bool:
+def has_saved_tensor_hooks() -> bool:
     """Return whether saved-tensor hooks of the caller's are active, as `torch.utils.checkpoint` sets them: public API
     only sets them."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
@@ -356,14 +337,19 @@ def set_arguments(node: torch.fx.Node, args: tuple, kwargs: dict[str, Any]) -> N
     node._update_args_kwargs(args, kwargs)
 
 
-def author_s_stack() -> traceback.StackSummary:
+def author_stack() -> traceback.StackSummary:
     """Return the current stack in the traced function: while Dynamo reads a function, Dynamo's; while a node is run
     again, the node's; else Python's. torch keeps the first two for its own messages."""
     if read := TracingContext.extract_stack():
         return read
-    made = re.findall(r'File "(.*)", line (\d+), in (.*)\n +(.*)', fx_traceback.current_meta.get("stack_trace") or "")
-    frames = [traceback.FrameSummary(path, int(number), name, line=line) for path, number, name, line in made]
-    return traceback.StackSummary.from_list(frames) if frames else traceback.extract_stack()
+    return _parsed_stack(fx_traceback.current_meta.get("stack_trace") or "") or traceback.extract_stack()
+
+
+def _parsed_stack(text: str) -> traceback.StackSummary:
+    """Return the stack that a text has as Python prints it."""
+    found = re.findall(r'File "(.*)", line (\d+), in (.*)\n +(.*)', text)
+    frames = [traceback.FrameSummary(path, int(number), name, line=line) for path, number, name, line in found]
+    return traceback.StackSummary.from_list(frames)
 
 
 def refused_region(error: Exception) -> tuple[str, str, traceback.StackSummary] | None:
@@ -376,10 +362,8 @@ def refused_region(error: Exception) -> tuple[str, str, traceback.StackSummary] 
     reason = re.search(r"Explanation: (.*?)\.? *\n", text)
     says = reason[1] if reason else text.partition("\n")[0]
     if "input mutation" in text:
-        says = "it writes in place to what it is given, or to what is around it"
-    found = re.findall(r'File "(.*)", line (\d+), in (.*)\n +(.*)', text)
-    frames = [traceback.FrameSummary(path, int(number), name, line=line) for path, number, name, line in found]
-    return operator[1] if operator else "a region", says, traceback.StackSummary.from_list(frames)
+        says = "it writes in place to its arguments, or to tensors outside of it"
+    return operator[1] if operator else "a region", says, _parsed_stack(text)
 
 
 def lazy_graph_module(root: torch.nn.Module, graph: torch.fx.Graph) -> torch.fx.GraphModule:
@@ -393,9 +377,7 @@ def boxed(
     """Return the graph, or an edited copy, as a function of one list, which it empties: an input without other
     references is then freed after its last use. Call arguments live until the call returns; FX has no public form
     without them."""
-    graph, edits = gm.graph, list(edits)
-    if edits:
-        graph = copy.deepcopy(graph)
+    graph = copy.deepcopy(gm.graph) if (edits := list(edits)) else gm.graph
     for edit in edits:
         edit(graph)
     plain = graph._codegen

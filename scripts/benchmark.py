@@ -161,8 +161,8 @@ def build(
 
 def compile_whole(assembly: Assembly) -> Steps:
     """Return eager steps with the model's forward compiled as one. Its dense weights are one group of FSDP2's: hooks on
-    blocks would break the graph at each of them, and leave what `compile` measures. The loss stays outside: Dynamo traces
-    no gradient that is written over the logits."""
+    blocks would break the graph at each of them, and leave what `compile` measures. The loss stays outside: Dynamo
+    traces no gradient that is written over the logits."""
     assembly.prepare()
     model, layout, options = assembly.model, assembly.layout, assembly.options
     shard_eager(model, {}, layout, options.precision, options.reshard, options.target.device)

@@ -29,6 +29,8 @@ def pytest_configure() -> None:
 
 def pytest_make_parametrize_id(val: object) -> str | None:
     """Return a readable id for what pytest would number, such as a cell or a dictionary of options."""
+    if isinstance(val, bytes):  # they may be random or hold a time, and each process must get the same id
+        return f"{len(val)} bytes"
     if isinstance(val, (Mapping, list, tuple, str)) or dataclasses.is_dataclass(val) and not isinstance(val, type):
         return _readable(val)[:50]
     return None

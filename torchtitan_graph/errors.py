@@ -1,6 +1,7 @@
 """The error for the user, with what to change."""
 
 import re
+from collections.abc import Sequence
 
 _LINE, _LINES = 2000, 200  # limits of a message: characters of a line, and lines
 
@@ -14,6 +15,12 @@ class UserError(ValueError):
 
     def __init__(self, message: str = "") -> None:
         super().__init__(printable(message))
+
+
+def listed(words: Sequence[str], most: int = 8, separator: str = ", ") -> str:
+    """Return words as text: the first ones, and the number of the others."""
+    more = f"{separator.rstrip(', ')} and {len(words) - most} more" if len(words) > most else ""
+    return separator.join(words[:most]) + more
 
 
 def printable(message: str) -> str:

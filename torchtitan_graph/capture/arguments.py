@@ -10,9 +10,11 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.utils._pytree as pytree
+from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
+from torch.optim import Optimizer
 
-from torchtitan_graph.errors import UserError
+from torchtitan_graph.errors import UserError, listed
 from torchtitan_graph.ops import flex_strips  # noqa: F401 (uncompiled flex attention, for masks as arguments)
 from torchtitan_graph.torch_private.flex import mask_parts, mask_whole
 
@@ -57,7 +59,7 @@ def take_call(parameters: tuple[str, ...], args: tuple, kwargs: dict[str, Any]) 
     leaves = [leaf for _, leaf in paths]
     names = tuple(_leaf_name(path, parameters) for path, _ in paths)
     arguments = {name: pytree.tree_structure(x) for name, x in _by_name(args, kwargs, parameters).items()}
-    constants = {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)}
+    constants = {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, Tensor)}
     for name, leaf in zip(names, leaves, strict=True):
         _check_argument(name, leaf)
     owners = [name for name, spec in arguments.items() for _ in range(spec.num_leaves)]
@@ -121,8 +123,9 @@ def leaves_by_name(
         found |= leaves
     words = [f"{name} is missing" for name in arguments if name not in given] + words
     if words:
-        shown = "; ".join(words[:8]) + (f"; and {len(words) - 8} more" if len(words) > 8 else "")
-        raise UserError(f"the call's arguments are not those traced: {shown}. Trace again for others")
+        raise UserError(
+            f"the call's arguments are not those traced: {listed(words, separator='; ')}. Trace again for others"
+        )
     return [found[name] for name in names]
 
 
@@ -132,11 +135,11 @@ def _nearest(name: str, names: Iterable[str]) -> str:
 
 
 def _check_argument(name: str, leaf: Any) -> None:
-    if isinstance(leaf, torch.nn.Module):
+    if isinstance(leaf, nn.Module):
         raise UserError(f"{name} is an nn.Module: pass it as module=, then its parameters become inputs of the graph")
-    if isinstance(leaf, torch.optim.Optimizer):
+    if isinstance(leaf, Optimizer):
         raise UserError(f"{name} is an optimizer: pass it as optimizer=, then its state becomes inputs of the graph")
-    if isinstance(leaf, torch.Tensor):
+    if isinstance(leaf, Tensor):
         _check_dense(name, leaf)
     elif not isinstance(leaf, _CONSTANT_TYPES):
         raise UserError(
@@ -146,7 +149,7 @@ def _check_argument(name: str, leaf: Any) -> None:
 
 
 def check_result(name: str, leaf: Any) -> None:
-    if isinstance(leaf, torch.Tensor):
+    if isinstance(leaf, Tensor):
         _check_dense(name, leaf)
     elif isinstance(leaf, torch.SymFloat | torch.SymBool):
         raise UserError(f"{name} is {leaf}, a number that only a run knows: return the tensor that it is read from")
@@ -188,7 +191,7 @@ def flatten_with_path(tree: Any) -> tuple[list[tuple[Any, Any]], pytree.TreeSpec
         ) from error
 
 
-def _check_dense(name: str, tensor: torch.Tensor) -> None:
+def _check_dense(name: str, tensor: Tensor) -> None:
     if tensor.layout != torch.strided or tensor.is_quantized:
         kind = "quantized" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
         raise UserError(f"{name} is a {kind} tensor: a traced function takes and gives dense ones")

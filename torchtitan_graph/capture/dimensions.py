@@ -89,17 +89,7 @@ def marked(name: str, tensor: torch.Tensor) -> list[Dimension]:
                 f"{name}.shape[{mark.dim}] is marked with specialize_on, but one graph serves all sizes: leave it out"
             )
     declared = [
-        Dimension(
-            name,
-            mark.dim,
-            tensor.shape[mark.dim],
-            name=mark.name,
-            unbacked=mark.unbacked,
-            required=mark.required,
-            low=mark.low,
-            high=mark.high,
-        )
-        for mark in marks
+        Dimension(name, m.dim, tensor.shape[m.dim], m.name, None, m.unbacked, m.required, m.low, m.high) for m in marks
     ]
     return [x for each in declared for x in _checked(each)]
 
@@ -200,5 +190,5 @@ def _checked(x: Dimension) -> list[Dimension]:
         raise UserError(f"{x} is declared from {x.low} on: a trace holds for {SMALLEST} and more; declare that")
     if (x.low is not None and x.size < x.low) or (x.high is not None and x.size > x.high):
         low, high = ("any" if n is None else n for n in (x.low, x.high))
-        raise UserError(f"{x} is {x.size}, which is not within what is declared of it, {low} to {high}")
+        raise UserError(f"{x} is {x.size}, outside the declared bounds, {low} to {high}")
     return [x]

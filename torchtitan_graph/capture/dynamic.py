@@ -19,7 +19,7 @@ from __future__ import annotations
 import re
 import sysconfig
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,7 +33,7 @@ from torchtitan_graph.capture.dimensions import SMALLEST, Dimension, DynamicShap
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.edit import erase_dead
-from torchtitan_graph.graph.signature import Plain, TensorLayout, layout_of, signature_of
+from torchtitan_graph.graph.signature import Plain, TensorLayout, inputs_of, layout_of
 from torchtitan_graph.torch_private.fake import FakeTensorMode
 from torchtitan_graph.torch_private.sizes import (
     add_runtime_checks,
@@ -167,7 +167,7 @@ class Sizes:
         would then be saved, or recomputed, for its size.
         """
         roots: dict[Any, tuple[Node, Dimension, Any]] = {}
-        nodes = dict(_inputs(gm))
+        nodes = {slot.name: node for slot, node in inputs_of(gm) if slot.kind == "input"}
         for x, symbol, size in zip(self._own, self._names, self._symbols, strict=True):
             root = self.env.replace(symbol)
             if root.is_Symbol and not x.unbacked:
@@ -199,10 +199,9 @@ class Sizes:
         sizes."""
         if not isinstance(leaf, torch.SymInt):
             return leaf
-        found = leaf.node.expr
-        if found.free_symbols <= self._names.keys():
-            return found
-        raise UserError(f"the result holds {found}, a number that only a run knows: return its tensor")
+        if not leaf.node.expr.free_symbols <= self._names.keys():
+            raise UserError(f"the result holds {leaf.node.expr}, a number that only a run knows: return its tensor")
+        return leaf.node.expr
 
     def check(self, leaves: Mapping[str, Any]) -> dict[sympy.Symbol, sympy.Integer]:
         """Return a call's sizes by symbol, checked against the trace's conditions.
@@ -335,15 +334,6 @@ def _sizes(val: Any) -> list[Any]:
 def _is_computed(x: Dimension) -> bool:
     """Return whether a dimension is computed from another's, without a symbol of its own."""
     return x.of is not None and not x.unbacked
-
-
-def _inputs(gm: GraphModule) -> Iterator[tuple[str, Node]]:
-    """Yield the placeholders of arguments that are plain tensors, by name."""
-    placeholders = iter(gm.graph.find_nodes(op="placeholder"))
-    for slot in signature_of(gm).inputs:
-        nodes = [next(placeholders) for _ in range(slot.layout.num_tensors)]
-        if slot.kind == "input" and len(nodes) == 1:
-            yield slot.name, nodes[0]
 
 
 def keep_traced_sizes(gm: GraphModule, sizes: Sizes) -> None:

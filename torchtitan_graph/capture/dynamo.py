@@ -186,17 +186,17 @@ def _captured(
     with reparametrize(module, state):
         strict = capture_strictly(fn, fakes, Compared)
         found = strict.inputs(*fakes)
-    names = {str(id(child)): name for name, child in module.named_modules()}
+    module_names = {str(id(child)): name for name, child in module.named_modules()}
     # Tensor parallelism's wrapper (parallel/parallelize.py) replaces a module's parameters by local ones during a call.
     found_changed = {each: line for each, line in strict.changed.items() if not line.endswith(" in _on_locals")}
     if changed := {_by_name(each): line for each, line in found_changed.items()}:
-        told = ", ".join(f"{each} ({line})" if line else each for each, line in sorted(changed.items()))
+        names = ", ".join(f"{each} ({line})" if line else each for each, line in sorted(changed.items()))
         raise UserError(
-            f"compile.capture = 'dynamo': the captured function changes {told}, which a graph would not: "
+            f"compile.capture = 'dynamo': the captured function changes {names}, which a graph would not: "
             "return the new value instead, and write it back outside"
         )
     _drop_sizes_of_rules(strict.gm)
-    _keep_metadata(strict.gm, names)
+    _keep_metadata(strict.gm, module_names)
     # Tensors that are neither arguments nor state are constants of the graph.
     constants = {i: x for i, x in enumerate(found) if isinstance(x, Tensor) and not is_traced(x)}
 

@@ -8,14 +8,14 @@ import inspect
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import torch
 import torch.utils._pytree as pytree
 from torch import nn
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from torchtitan_graph.capture.reached import Content, Place, Reached, is_random, random_places, readable
 from torchtitan_graph.capture.state import is_traced
-from torchtitan_graph.errors import UserError
+from torchtitan_graph.errors import UserError, listed
 from torchtitan_graph.torch_private.tensors import KEPT_BY_TORCH
 
 
@@ -46,7 +46,7 @@ def _differing(name: str, place: Place, before: Content, after: Content) -> Iter
     """Yield the changed values by name, with their present content, except permitted ones."""
     nothing = object()
     for key in dict.fromkeys([*before, *after]):
-        kept = isinstance(place.owner, (nn.Module, torch.optim.Optimizer)) and key in KEPT_BY_TORCH
+        kept = isinstance(place.owner, (nn.Module, Optimizer)) and key in KEPT_BY_TORCH
         cached = key not in before and isinstance(
             inspect.getattr_static(type(place.owner), str(key), None), functools.cached_property
         )
@@ -71,24 +71,20 @@ def _refuse(changed: dict[str, tuple[Place, Any]]) -> None:
     owners = [place.owner for place, _ in changed.values()]
     if kept := [name for name, (_, x) in changed.items() if any(map(is_traced, pytree.tree_leaves(x)))]:
         raise UserError(
-            f"the traced function keeps a tensor in {_listed(kept)}: after the trace it would hold a value without "
+            f"the traced function keeps a tensor in {listed(kept)}: after the trace it would hold a value without "
             "numbers; return it from the function instead"
         )
-    told = _listed([*changed])
+    names = listed([*changed])
     if any(map(is_random, owners)):
         raise UserError(
-            f"the traced function draws random numbers of Python or NumPy ({told}): a graph would have the same ones in"
-            " every call; draw outside and pass the numbers in"
+            f"the traced function draws random numbers of Python or NumPy ({names}): a graph would have the same ones "
+            "in every call; draw outside and pass the numbers in"
         )
     what = "return the new value from the function and write it back outside; a cache is filled by a call before"
     if any(name.rpartition(".")[2] in ("training", "requires_grad") for name in changed):
         what = "set it before the trace"
     elif any(isinstance(owner, LRScheduler) for owner in owners):
         what = "step the schedule after the call, with a learning rate that is a tensor"
-    elif "param_groups" in told or isinstance(owners[0], torch.optim.Optimizer):
+    elif "param_groups" in names or isinstance(owners[0], Optimizer):
         what = "keep a counter as a tensor in the optimizer's state"
-    raise UserError(f"the traced function changes {told}, which a graph would not do when it is called: {what}")
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+    raise UserError(f"the traced function changes {names}, which a graph would not do when it is called: {what}")

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
+from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from torchtitan_graph.capture.reached import Reached, reached, readable
-from torchtitan_graph.errors import UserError
+from torchtitan_graph.errors import UserError, listed
 from torchtitan_graph.graph.edit import aliased
 from torchtitan_graph.graph.signature import layout_of
 from torchtitan_graph.log import logger
@@ -22,13 +23,13 @@ _CALL = "minimal_fx_tracer(step, module=model, optimizer=optimizer)"
 
 
 @contextlib.contextmanager
-def no_other_step(optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
+def no_other_step(optimizer: Optimizer | None) -> Iterator[None]:
     """Raise a UserError for the step of any other optimizer while a function is traced, or for a step on live gradients
     alone."""
     groups = optimizer.param_groups if optimizer is not None else []
     has_live = any(p.grad is not None for group in groups for p in group["params"])
 
-    def refuse(stepped: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def refuse(stepped: Optimizer, args: Any, kwargs: Any) -> None:
         if stepped is not optimizer:
             given = f"inside the {type(optimizer).__name__} that was passed" if optimizer else "which was not passed"
             raise UserError(
@@ -150,5 +151,4 @@ def _names(fn: Callable[..., Any], tensors: Iterable[Tensor]) -> str:
     for name, x, _ in reached(fn):
         if isinstance(x, Tensor):
             known.setdefault(id(x), readable(name))
-    names = list(dict.fromkeys(known.get(id(x), f"one of shape {list(x.shape)}") for x in tensors))
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+    return listed([*dict.fromkeys(known.get(id(x), f"one of shape {list(x.shape)}") for x in tensors)])

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 Content = Mapping[Any, Any]
@@ -43,12 +44,12 @@ class Reached(NamedTuple):
 _MOST = 100_000
 _HOLD_NOTHING = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _CONTAINERS = (dict, collections.OrderedDict, collections.defaultdict, list, tuple, set, collections.deque)
-_LOOKED_INTO = (nn.Module, torch.optim.Optimizer, LRScheduler, torch.amp.GradScaler, types.SimpleNamespace)
+_LOOKED_INTO = (nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler, types.SimpleNamespace)
 _LIBRARIES = {*sys.stdlib_module_names, "torch", "torchtitan_graph"}
 
 
 def reached(
-    fn: Callable[..., Any], module: nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None
+    fn: Callable[..., Any], module: nn.Module | None = None, optimizer: Optimizer | None = None
 ) -> Iterator[Reached]:
     """Yield the values reachable from a function, its module and its optimizer, by their names in the function's
     source, with their mutable parts and content.
@@ -215,13 +216,13 @@ def _set_attributes(held: Any, content: Content) -> None:
 
 
 def _read_attributes(held: Any) -> Content:
-    if isinstance(held, torch.optim.Optimizer):  # its state is checked where it is swapped
+    if isinstance(held, Optimizer):  # its state is checked where it is swapped
         return {key: x for key, x in vars(held).items() if key != "state"}
     return dict(vars(held))
 
 
 def _write_attributes(held: Any, content: Content) -> None:
-    kept = {"state": held.state} if isinstance(held, torch.optim.Optimizer) else {}
+    kept = {"state": held.state} if isinstance(held, Optimizer) else {}
     _write_items(vars(held), {**content, **kept})
 
 

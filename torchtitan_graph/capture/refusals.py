@@ -6,17 +6,20 @@ import contextlib
 import inspect
 import traceback
 from collections.abc import Collection, Iterator
+from typing import Any
 
 import torch
+from torch import nn
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.optim import Optimizer
 
 from torchtitan_graph.capture.dynamic import Sizes, place
 from torchtitan_graph.capture.state import live_state
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.edit import aliased
-from torchtitan_graph.graph.signature import is_dynamic, signature_of
+from torchtitan_graph.graph.signature import inputs_of, is_dynamic
 from torchtitan_graph.torch_private.fake import WritesToLive
 from torchtitan_graph.torch_private.sizes import dynamic_marks
 from torchtitan_graph.torch_private.tensors import has_gradient_hooks, has_step_hooks
@@ -28,7 +31,7 @@ from torchtitan_graph.torch_private.tracing import (
 )
 
 
-def check_state(module: torch.nn.Module | None, optimizer: torch.optim.Optimizer | None) -> None:
+def check_state(module: nn.Module | None, optimizer: Optimizer | None) -> None:
     marked = [name for (_, name), x in live_state(module, optimizer).items() if dynamic_marks(x)]
     if marked:
         raise UserError(f"{', '.join(marked)} has a dimension marked dynamic: only an argument's may be")
@@ -46,76 +49,81 @@ def check_state(module: torch.nn.Module | None, optimizer: torch.optim.Optimizer
 
 
 @contextlib.contextmanager
-def refusing_reads(optimizer: torch.optim.Optimizer | None, sizes: Sizes) -> Iterator[None]:
+def refusing_reads(optimizer: Optimizer | None, sizes: Sizes) -> Iterator[None]:
     """Convert errors of code that depends on data into UserErrors in terms of the user's function."""
     try:
         yield
-    except WritesToLive as error:
-        raise UserError(
+    except (WritesToLive, DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise UserError(_of_data(error, optimizer, sizes)) from error
+    except (TypeError, RuntimeError, IndexError) as error:
+        is_guard = isinstance(error, GuardOnDataDependentSymNode)
+        if (message := _of_data(error, optimizer, sizes) if is_guard else _of_text(error)) is None:
+            raise
+        raise UserError(message) from error
+
+
+def _of_data(error: Any, optimizer: Optimizer | None, sizes: Sizes) -> str:
+    """Return the message for one of torch's errors of code that depends on data."""
+    if isinstance(error, WritesToLive):
+        return (
             f"the traced function writes in place to a tensor that it closes over, by {error.func}{place(error.stack)}:"
             " a graph's inputs are not its own; return the new value from the function and write it back outside"
-        ) from error
-    except (GuardOnDataDependentSymNode, DataDependentOutputException) as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        files = [frame.filename for frame in frames]
-        if optimizer is not None and inspect.unwrap(type(optimizer).step).__code__.co_filename in files:
-            raise UserError(
-                f"{type(optimizer).__name__} branches on a number of its state, which no trace has; one that does not "
-                "is fused: such as AdamW(fused=True, lr=torch.tensor(...))"
-            ) from error
-        if inspect.getfile(torch.amp.GradScaler) in files:
-            raise UserError(
-                f"the traced function steps by a GradScaler{place(frames)}, which decides by a number whether to, and "
-                "no trace has it: train in bfloat16, which needs no scaler, or return gradients and step outside"
-            ) from error
-        what = sizes.words(error.cond) if isinstance(error, GuardOnDataDependentSymNode) else "a number"
-        raise UserError(
-            "the traced function reads a tensor's value or an unbacked size and decides by it"
-            f" ({what}{place(frames)}), which no trace has: keep it a tensor (torch.where), promise what holds by "
-            "torch._check, or decide outside"
-        ) from error
-    except DynamicOutputShapeException as error:
-        raise UserError(
+        )
+    if isinstance(error, DynamicOutputShapeException):
+        return (
             f"the traced function makes a tensor whose shape depends on values ({error.func}), which no trace has: "
             "take torch.where or a mask of fixed shape, or do it outside"
-        ) from error
-    except (TypeError, RuntimeError, IndexError) as error:
-        if refused := refused_region(error):
-            operator, reason, stack = refused
-            at = place(stack) or place(traceback.extract_tb(error.__traceback__))
-            raise UserError(
-                f"a function that is given to {operator} can't be a graph of its own{at}: {reason}; let it return new"
-                " values"
-            ) from error
-        first = str(error).partition("\n")[0]
-        if "use_reentrant=True" in str(error):
-            raise UserError(
-                "the traced function calls torch.utils.checkpoint with use_reentrant=True, or without the argument, "
-                "which only works with .backward(): pass use_reentrant=False"
-            ) from error
-        if ".numpy() is not supported" in first:
-            raise UserError(
-                "the traced function makes a NumPy array of a tensor"
-                f"{place(traceback.extract_tb(error.__traceback__))}, which holds numbers that no trace has: compute"
-                " with torch, or outside"
-            ) from error
-        if "unsupported format string passed to" in first:
-            raise UserError(
-                "the traced function formats a number that only a run knows"
-                f"{place(traceback.extract_tb(error.__traceback__))}: return it, and format it outside"
-            ) from error
-        if "does not require grad and does not have a grad_fn" in first:
-            around = "" if torch.is_grad_enabled() else "torch.no_grad() is around the trace: leave it; or "
-            raise UserError(
-                "the traced function differentiates what depends on no tensor that takes gradients"
-                f"{place(traceback.extract_tb(error.__traceback__))}: {around}set requires_grad_() before the trace"
-            ) from error
-        if not any(word in first for word in ("SymInt", "symbolic", "isIntList")):
-            raise
-        raise UserError(
-            f"the traced function does with a dynamic size, or a number that it reads, what takes a plain number only"
-            f"{place(traceback.extract_tb(error.__traceback__))}: {first}; leave it out, or let the dimension be fixed"
-        ) from error
+        )
+    frames = traceback.extract_tb(error.__traceback__)
+    files = [frame.filename for frame in frames]
+    if optimizer is not None and inspect.unwrap(type(optimizer).step).__code__.co_filename in files:
+        return (
+            f"{type(optimizer).__name__} branches on a number of its state, which no trace has; one that does not is "
+            "fused: such as AdamW(fused=True, lr=torch.tensor(...))"
+        )
+    if inspect.getfile(torch.amp.GradScaler) in files:
+        return (
+            f"the traced function steps by a GradScaler{place(frames)}, which decides by a number whether to, and no "
+            "trace has it: train in bfloat16, which needs no scaler, or return gradients and step outside"
+        )
+    what = sizes.words(error.cond) if isinstance(error, GuardOnDataDependentSymNode) else "a number"
+    return (
+        f"the traced function reads a tensor's value or an unbacked size and decides by it ({what}{place(frames)}), "
+        "which no trace has: keep it a tensor (torch.where), promise what holds by torch._check, or decide outside"
+    )
+
+
+def _of_text(error: Exception) -> str | None:
+    """Return the message for an error that torch only describes in its text; None for any other error."""
+    first, at = str(error).partition("\n")[0], place(traceback.extract_tb(error.__traceback__))
+    if refused := refused_region(error):
+        operator, reason, stack = refused
+        where = place(stack) or at
+        return f"a function given to {operator} can't be a graph of its own{where}: {reason}; let it return new values"
+    if "use_reentrant=True" in str(error):
+        return (
+            "the traced function calls torch.utils.checkpoint with use_reentrant=True, or without the argument, which "
+            "only works with .backward(): pass use_reentrant=False"
+        )
+    if ".numpy() is not supported" in first:
+        return (
+            f"the traced function makes a NumPy array of a tensor{at}, which holds numbers that no trace has: compute "
+            "with torch, or outside"
+        )
+    if "unsupported format string passed to" in first:
+        return f"the traced function formats a number that only a run knows{at}: return it, and format it outside"
+    if "does not require grad and does not have a grad_fn" in first:
+        around = "" if torch.is_grad_enabled() else "torch.no_grad() is around the trace: leave it; or "
+        return (
+            f"the traced function differentiates what depends on no tensor that takes gradients{at}: {around}set "
+            "requires_grad_() before the trace"
+        )
+    if any(word in first for word in ("SymInt", "symbolic", "isIntList")):
+        return (
+            f"the traced function does with a dynamic size, or a number that it reads, what takes a plain number "
+            f"only{at}: {first}; leave it out, or let the dimension be fixed"
+        )
+    return None
 
 
 def refuse_unsupported(gm: GraphModule, may_write: Collection[tuple[str, str]]) -> None:
@@ -129,9 +137,7 @@ def refuse_unsupported(gm: GraphModule, may_write: Collection[tuple[str, str]]) 
                     f"{meta.module(node) or 'the function itself'}{_line(node)}): a graph that recomputes or reorders "
                     "would draw others; draw outside and pass the numbers in"
                 )
-    placeholders = iter(gm.graph.find_nodes(op="placeholder"))
-    owner = {next(placeholders): slot for slot in signature_of(gm).inputs for _ in range(slot.layout.num_tensors)}
-    root: dict[Node, tuple[str, str]] = {node: (slot.kind, slot.name) for node, slot in owner.items()}
+    root: dict[Node, tuple[str, str]] = {node: (slot.kind, slot.name) for slot, node in inputs_of(gm)}
     known: set[Node] = set()  # the function's own small tensors: reading one is a constant of the trace
     for node in gm.graph.nodes:
         inputs = node.all_input_nodes
@@ -165,11 +171,9 @@ def refuse_unsupported(gm: GraphModule, may_write: Collection[tuple[str, str]]) 
 def refuse_strides(gm: GraphModule, strides: list[tuple[int, ...]], error: RuntimeError) -> None:
     """Raise a UserError that names the argument whose strides differ from the traced, if a view in the graph failed on
     them."""
-    owners = [slot for slot in signature_of(gm).inputs for _ in range(slot.layout.num_tensors)]
-    for slot, found, node in zip(owners, strides, gm.graph.find_nodes(op="placeholder"), strict=True):
-        wanted = node.meta["val"].stride()
+    for (slot, node), found in zip(inputs_of(gm), strides, strict=True):
+        wanted, name = node.meta["val"].stride(), slot.name
         if not is_dynamic(slot.layout) and found != wanted:
-            name = slot.name
             raise UserError(f"{name} has strides {found}, traced with {wanted}: make it so, or trace again") from error
 
 

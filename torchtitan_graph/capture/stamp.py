@@ -29,7 +29,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from torchtitan_graph.capture.alike import description
-from torchtitan_graph.capture.state import swapped_state, unassigned_data
+from torchtitan_graph.capture.state import new_leaves, swapped_state, unassigned_data
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.edit import copy_node
 from torchtitan_graph.graph.hierarchy import Entry, Place, ScopeRecorder
@@ -158,7 +158,7 @@ class _Call:
 
     def _run(self, found: dict[str, Any], given: Given | None, *flat: Tensor) -> list[Tensor]:
         """Return the tensors of the block's result, and then the gradients of its inputs; fill `found`."""
-        tensors = self._inputs(flat)
+        tensors = new_leaves(self.tensors, self.layouts, flat)
         state = dict(zip(self.state, tensors, strict=False))
         arguments = iter(tensors[len(state) :])
         full = [next(arguments) if isinstance(x, Tensor) else x for x in self.leaves]
@@ -187,16 +187,6 @@ class _Call:
         found["layouts"] = [g if g is None else layout_of(g) for g in gradients]
         plain = [t for g in gradients if g is not None for t in layout_of(g).flatten(g)]
         return [*(x.detach() for x in results), *plain]
-
-    def _inputs(self, flat: Sequence[Tensor]) -> list[Tensor]:
-        """Return the block's input tensors, as new leaves."""
-        given, tensors = iter(flat), []
-        for x, layout in zip(self.tensors, self.layouts, strict=True):
-            leaf = layout.unflatten([next(given) for _ in range(layout.num_tensors)]).detach()
-            if x.requires_grad:
-                leaf.requires_grad_().grad_dtype = _grad_dtype(x)
-            tensors.append(leaf)
-        return tensors
 
 
 def _grad_dtype(x: Tensor) -> torch.dtype | None:

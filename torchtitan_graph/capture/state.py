@@ -7,12 +7,12 @@ import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
-from torchtitan_graph.errors import UserError
-from torchtitan_graph.graph.signature import Slot, layout_of
+from torchtitan_graph.errors import UserError, listed
+from torchtitan_graph.graph.signature import Slot, TensorLayout, layout_of, unflatten_each
 from torchtitan_graph.torch_private.tensors import is_traceable_wrapper_subclass, mark_as_parameter
 from torchtitan_graph.torch_private.tracing import FakeTensor, reparametrize
 
@@ -22,42 +22,40 @@ def local_part(x: Tensor) -> Tensor:
     return x.to_local() if isinstance(x, DTensor) else x
 
 
-def live_state(
-    module: torch.nn.Module | None, optimizer: torch.optim.Optimizer | None
-) -> dict[tuple[str, str], torch.Tensor]:
+def live_state(module: nn.Module | None, optimizer: Optimizer | None) -> dict[tuple[str, str], Tensor]:
     """Return the state's tensors by (kind, name): tied ones once, optimizer state under its parameter's name."""
     if module is None:
         return {}
-    state: dict[tuple[str, str], torch.Tensor] = {("param", name): p for name, p in module.named_parameters()}
+    state: dict[tuple[str, str], Tensor] = {("param", name): p for name, p in module.named_parameters()}
     state |= {("buffer", name): b for name, b in module.named_buffers()}
     if optimizer is not None:
         names = _parameter_names(module, optimizer)
         for group in optimizer.param_groups:
             owner = _group_name(group, names)
-            state |= {("optim", f"{owner}.{key}"): x for key, x in group.items() if isinstance(x, torch.Tensor)}
+            state |= {("optim", f"{owner}.{key}"): x for key, x in group.items() if isinstance(x, Tensor)}
         for p, values in optimizer.state.items():
             for key, x in values.items():
-                if isinstance(x, torch.Tensor):
+                if isinstance(x, Tensor):
                     state["optim", f"{names[p]}.{key}"] = x
                 elif x is not None:
                     raise UserError(f"the optimizer's {names[p]}.{key} = {x!r} is no tensor: a graph can't update it")
     return state
 
 
-def _parameter_names(module: torch.nn.Module | None, optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, str]:
-    names: dict[torch.Tensor, str] = {p: name for name, p in module.named_parameters()} if module is not None else {}
+def _parameter_names(module: nn.Module | None, optimizer: Optimizer) -> dict[Tensor, str]:
+    names: dict[Tensor, str] = {p: name for name, p in module.named_parameters()} if module is not None else {}
     for p in (p for group in optimizer.param_groups for p in group["params"]):
         if p not in names:
             raise UserError(f"the optimizer holds a parameter of shape {list(p.shape)} that its module does not")
     return names
 
 
-def _group_name(group: dict[str, Any], names: dict[torch.Tensor, str]) -> str:
+def _group_name(group: dict[str, Any], names: dict[Tensor, str]) -> str:
     """Return a parameter group's name, by its members, whatever their order."""
     return f"group of {min((names[p] for p in group['params']), default='nothing')}"
 
 
-def optimizer_options(module: torch.nn.Module | None, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+def optimizer_options(module: nn.Module | None, optimizer: Optimizer | None) -> dict[str, Any]:
     """Return the parameter groups' values that are no tensors, by name: constants of a trace. Members are listed by
     name."""
     if optimizer is None:
@@ -73,11 +71,11 @@ def optimizer_options(module: torch.nn.Module | None, optimizer: torch.optim.Opt
 
 def _options_of(group: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     for key, value in group.items():
-        if key not in ("params", "param_names") and not isinstance(value, torch.Tensor):
+        if key not in ("params", "param_names") and not isinstance(value, Tensor):
             yield key, value
 
 
-def modes_of(module: torch.nn.Module | None) -> Iterator[tuple[Any, str, str, bool]]:
+def modes_of(module: nn.Module | None) -> Iterator[tuple[Any, str, str, bool]]:
     """Yield (object, the attribute's name in the module, in the object, value) of the flags of modules and parameters
     that are constants of a trace."""
     for name, child in module.named_modules() if module is not None else ():
@@ -86,7 +84,7 @@ def modes_of(module: torch.nn.Module | None) -> Iterator[tuple[Any, str, str, bo
         yield p, f"{name}.requires_grad", "requires_grad", p.requires_grad
 
 
-def classes_of(module: torch.nn.Module | None) -> dict[str, str]:
+def classes_of(module: nn.Module | None) -> dict[str, str]:
     """Return the class of each module, by name, and its number of hooks, if any."""
     found = {}
     for name, child in module.named_modules() if module is not None else ():
@@ -101,9 +99,7 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 
 @contextlib.contextmanager
 def swapped_state(
-    module: torch.nn.Module | None,
-    optimizer: torch.optim.Optimizer | None,
-    traced: dict[tuple[str, str], torch.Tensor],
+    module: nn.Module | None, optimizer: Optimizer | None, traced: dict[tuple[str, str], Tensor]
 ) -> Iterator[None]:
     """Replace the live tensors by the traced ones while the function runs. Those of parameters are parameters to
     `isinstance`, for the function may check it."""
@@ -126,7 +122,7 @@ def swapped_state(
 
 
 @contextlib.contextmanager
-def _same_members(module: torch.nn.Module) -> Iterator[None]:
+def _same_members(module: nn.Module) -> Iterator[None]:
     """Remove parameters, buffers and submodules that the function adds: they are tensors of the trace."""
     members: list[dict[str, Any]] = []
     for child in module.modules():
@@ -143,9 +139,7 @@ def _same_members(module: torch.nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _swapped_optimizer(
-    module: torch.nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    traced: dict[tuple[str, str], torch.Tensor],
+    module: nn.Module, optimizer: Optimizer | None, traced: dict[tuple[str, str], Tensor]
 ) -> Iterator[None]:
     # `torch.optim._stateless` (2.13 on) swaps by position in the state dict; here names match, and 2.11 works too.
     if optimizer is None:
@@ -182,7 +176,7 @@ def _swapped_optimizer(
 
 
 @contextlib.contextmanager
-def unassigned_data(traced: Mapping[tuple[str, str], torch.Tensor]) -> Iterator[None]:
+def unassigned_data(traced: Mapping[tuple[str, str], Tensor]) -> Iterator[None]:
     """Raise a UserError for `x.data = y`, for which a graph would keep the old values, and for state that is frozen or
     unfrozen inside."""
     plain = {name: x for (_, name), x in traced.items() if not is_traceable_wrapper_subclass(x)}
@@ -201,8 +195,20 @@ def unassigned_data(traced: Mapping[tuple[str, str], torch.Tensor]) -> Iterator[
         )
 
 
+def new_leaves(live: Iterable[Tensor], layouts: Iterable[TensorLayout], flat: Iterable[Tensor]) -> list[Tensor]:
+    """Return plain tensors, wrapped as the live ones are, as leaves that require gradients where those do, in their
+    dtype."""
+    leaves = [x.detach() for x in unflatten_each(layouts, flat)]
+    for x, leaf in zip(live, leaves, strict=True):
+        if x.requires_grad:
+            leaf.requires_grad_()
+            if x.is_leaf:
+                leaf.grad_dtype = x.grad_dtype
+    return leaves
+
+
 def is_traced(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and any(isinstance(t, FakeTensor) for t in layout_of(leaf).flatten(leaf))
+    return isinstance(leaf, Tensor) and any(isinstance(t, FakeTensor) for t in layout_of(leaf).flatten(leaf))
 
 
 class BoundState:
@@ -218,15 +224,15 @@ class BoundState:
         traced_options: dict[str, Any],
         traced_modes: dict[str, bool],
         traced_classes: dict[str, str],
-        module: torch.nn.Module | None,
-        optimizer: torch.optim.Optimizer | None,
+        module: nn.Module | None,
+        optimizer: Optimizer | None,
     ):
         self._slots, self._module, self._optimizer = slots, module, optimizer
         self._traced_options, self._traced_modes = traced_options, traced_modes
         self._traced_classes = traced_classes
         self._bind()
 
-    def tensors(self) -> list[torch.Tensor]:
+    def tensors(self) -> list[Tensor]:
         # A parameter that was replaced (load_state_dict(assign=True), a swap) would leave the graph stepping on a
         # tensor without an owner. Identity in the owner is all that needs checking: no module is walked.
         if not (
@@ -275,7 +281,7 @@ class BoundState:
         self._options = [(group, key, value) for group in groups for key, value in _options_of(group)]
 
 
-def _places(module: torch.nn.Module | None, optimizer: torch.optim.Optimizer | None) -> Iterator[tuple[dict, Any, Any]]:
+def _places(module: nn.Module | None, optimizer: Optimizer | None) -> Iterator[tuple[dict, Any, Any]]:
     """Yield (dict, key, object) for every dictionary entry that is a tensor of the state, or the owner of one."""
     for child in module.modules() if module is not None else ():
         for place in (child._parameters, child._buffers, child._modules):
@@ -283,12 +289,12 @@ def _places(module: torch.nn.Module | None, optimizer: torch.optim.Optimizer | N
     if optimizer is not None:
         yield from ((vars(optimizer), key, vars(optimizer)[key]) for key in ("state", "param_groups"))
         for place in (*optimizer.state.values(), *optimizer.param_groups):
-            yield from ((place, key, held) for key, held in place.items() if isinstance(held, torch.Tensor))
+            yield from ((place, key, held) for key, held in place.items() if isinstance(held, Tensor))
 
 
-def flatten(slot: Slot, tensor: Any) -> list[torch.Tensor]:
+def flatten(slot: Slot, tensor: Any) -> list[Tensor]:
     """Return the plain tensors of a slot's live value, checked against the slot."""
-    if not isinstance(tensor, torch.Tensor):
+    if not isinstance(tensor, Tensor):
         raise UserError(f"{slot.name} is a {type(tensor).__name__}, traced as a tensor")
     try:
         return slot.layout.flatten(tensor)
@@ -296,22 +302,15 @@ def flatten(slot: Slot, tensor: Any) -> list[torch.Tensor]:
         raise UserError(f"{slot.name} {error}") from None
 
 
-def _check_names(slots: tuple[Slot, ...], state: dict[tuple[str, str], torch.Tensor]) -> None:
+def _check_names(slots: tuple[Slot, ...], state: dict[tuple[str, str], Tensor]) -> None:
     traced = {(slot.kind, slot.name) for slot in slots}
-    missing = [f"{kind} {name}" for kind, name in sorted(traced - set(state))]
-    unknown = [f"{kind} {name}" for kind, name in sorted(set(state) - traced)]
-    if missing or unknown:
-        raise UserError(
-            "the live state is not the traced one: "
-            + "; ".join(
-                f"{what} {', '.join(names[:8])}{f' and {len(names) - 8} more' if len(names) > 8 else ''}"
-                for what, names in (("missing", missing), ("not in the trace:", unknown))
-                if names
-            )
-        )
+    differing = (("missing", traced - state.keys()), ("not in the trace:", state.keys() - traced))
+    said = [f"{what} {listed([' '.join(each) for each in sorted(names)])}" for what, names in differing if names]
+    if said:
+        raise UserError(f"the live state is not the traced one: {'; '.join(said)}")
 
 
-def sharing_memory(results: Mapping[str, torch.Tensor], others: Iterable[torch.Tensor]) -> set[str]:
+def sharing_memory(results: Mapping[str, Tensor], others: Iterable[Tensor]) -> set[str]:
     """Return the names of results that can't be written to in place: they share memory with another tensor, or are
     expanded.
 

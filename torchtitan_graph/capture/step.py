@@ -18,7 +18,7 @@ from torchtitan_graph.capture.state import local_part, sharing_memory
 from torchtitan_graph.capture.trace import Capture, InParts, make_fx_capture
 from torchtitan_graph.capture.traced import TracedResult, run_traced
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.graph.signature import signature_of
+from torchtitan_graph.graph.signature import outputs_of, signature_of
 from torchtitan_graph.runtime.pieces import Recorder, Replayed
 from torchtitan_graph.torch_private.tensors import accumulate, free_gradient_dtype
 from torchtitan_graph.torch_private.tracing import annotated
@@ -102,16 +102,16 @@ class _Head:
 
 def _forward(model: nn.Module, loss: Loss, batch: Inputs, masks: Any, num_tokens: Tensor) -> StepOutput:
     head = _Head(model, loss, batch, num_tokens)
-    result, beside = model(batch.tokens_BL, batch.positions_BL, masks, side_outputs=True, **head.given)
+    result, side = model(batch.tokens_BL, batch.positions_BL, masks, side_outputs=True, **head.given)
     value = head(result)
-    for each in _terms(model, batch, beside):
+    for each in _terms(model, batch, side):
         value = value + each
-    for ahead, of_ahead in enumerate(beside.ahead, 1):
-        value = value + beside.ahead_weight / len(beside.ahead) * head(of_ahead, ahead)
-    return StepOutput(value, beside.state)
+    for ahead, of_ahead in enumerate(side.ahead, 1):
+        value = value + side.ahead_weight / len(side.ahead) * head(of_ahead, ahead)
+    return StepOutput(value, side.state)
 
 
-def _terms(model: nn.Module, batch: Inputs, beside: SideOutputs) -> list[Tensor]:
+def _terms(model: nn.Module, batch: Inputs, side: SideOutputs) -> list[Tensor]:
     """Return a microbatch's terms of the loss other than the targets' own.
 
     Raises:
@@ -119,7 +119,7 @@ def _terms(model: nn.Module, batch: Inputs, beside: SideOutputs) -> list[Tensor]
             microbatches and ranks. Or microbatches have different numbers of tokens.
     """
     wanted = tuple(batch.tokens_BL.shape)
-    for term in beside.losses:
+    for term in side.losses:
         if tuple(term.shape) != wanted:
             raise UserError(
                 f"{type(model).__name__}: a loss in SideOutputs.losses has the shape {tuple(term.shape)}; each must "
@@ -127,13 +127,13 @@ def _terms(model: nn.Module, batch: Inputs, beside: SideOutputs) -> list[Tensor]
                 "adds the mean over all tokens of its microbatches and ranks. A number for each row is expanded over "
                 "the row's tokens, x_B[:, None].expand_as(tokens_BL); see docs/extend/family.md"
             )
-    if beside.losses and model.parts_differ:
+    if side.losses and model.parts_differ:
         raise UserError(
             f"training.dynamic_seq_len = true: not with a loss in SideOutputs.losses, which {type(model).__name__} has:"
-            " its mean over all tokens of a step can't be told in a microbatch, for others have rows of other lengths;"
+            " a microbatch can't compute its mean over all tokens of a step, as others have rows of other lengths;"
             " set it to false"
         )
-    return [term.mean() / model.num_parts for term in beside.losses] + list(beside.experts)  # type: ignore[operator]
+    return [term.mean() / model.num_parts for term in side.losses] + list(side.experts)  # type: ignore[operator]
 
 
 def next_labels(labels_BL: Tensor) -> Tensor:
@@ -162,14 +162,29 @@ def make_train_step(
         free_gradient_dtype(parameters.values(), sum_in)
         slots = _slots(model)
         value, state = forward(batch, masks, num_tokens)
-        wanted = parameters | slots
-        gradients = torch.autograd.grad(value, list(wanted.values()), allow_unused=True)
-        found = {name: g for name, g in zip(wanted, gradients, strict=True) if g is not None}
-        state = state | {name: _told(slot, found.pop(name, None)) for name, slot in slots.items()}
-        with annotated(phase="backward"):
-            return value, {name: _as_parameter(g, parameters[name]) for name, g in found.items()}, state
+        gradients, in_slots, _ = _differentiate([value], [None], parameters, slots)
+        return value, gradients, state | in_slots
 
     return InParts(train_step, forward)
+
+
+def _differentiate(
+    outputs: Sequence[Tensor],
+    given: Sequence[Tensor | None],
+    parameters: Mapping[str, Tensor],
+    slots: Mapping[str, Tensor],
+    x: Tensor | None = None,
+) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor | None]:
+    """Return the gradients of parameters by name, the values in slots, and the gradient of x; `given` are those of the
+    outputs, None for the loss."""
+    wanted = {**parameters, **slots}
+    inputs = [*wanted.values(), *([] if x is None else [x])]
+    gradients = list(torch.autograd.grad(outputs, inputs, given, allow_unused=True))
+    dx = None if x is None else gradients.pop()
+    found = {name: g for name, g in zip(wanted, gradients, strict=True) if g is not None}
+    in_slots = {name: _slot_value(slot, found.pop(name, None)) for name, slot in slots.items()}
+    with annotated(phase="backward"):
+        return {name: _as_parameter(g, parameters[name]) for name, g in found.items()}, in_slots, dx
 
 
 def _slots(model: nn.Module) -> dict[str, Tensor]:
@@ -207,29 +222,30 @@ def trace_train_step(
     """Trace the step of a model on meta as if it were on `device`; its outputs are named: the loss, gradients and state
     by name."""
     traced = capture(make_train_step(model, loss, sum_in), model, device=device)(batch, masks, num_tokens)
-    return _with_outputs_named(traced, [("loss", "loss")])
+    return _name_train_outputs(traced, [("loss", "loss")])
 
 
-def _with_outputs_named(traced: TracedResult, first: Sequence[tuple[str, str]]) -> TracedResult:
-    """Set the kind and name of each output of a training step: the `first` ones, then gradients and state by name;
-    without those that are None."""
-    spec, signature = traced.out_spec, signature_of(traced.gm)
-    *_, gradients, state = pytree.tree_unflatten(range(spec.num_leaves), spec)
-    kinds = [*first, *(("grad", name) for name in gradients), *(("state", name) for name in state)]
-    there = [each for i, each in enumerate(kinds) if i not in traced.out_constants]
-    outputs = tuple(
-        dataclasses.replace(slot, kind=kind, name=name)
-        for slot, (kind, name) in zip(signature.outputs, there, strict=True)
-    )
-    traced.gm.meta["signature"] = dataclasses.replace(signature, outputs=outputs)
+def _name_train_outputs(traced: TracedResult, first: Sequence[tuple[str, str]]) -> TracedResult:
+    """Set the kind and name of a training step's outputs: the `first` ones, then gradients and state by name."""
+    *_, gradients, state = pytree.tree_unflatten(range(traced.out_spec.num_leaves), traced.out_spec)
+    _name_outputs(traced, [*first, *(("grad", name) for name in gradients), *(("state", name) for name in state)])
     _refuse_sums_in_slots(traced.gm)
+    return traced
+
+
+def _name_outputs(traced: TracedResult, kinds: Sequence[tuple[str, str]]) -> TracedResult:
+    """Set the kind and name of each result, without those that are None."""
+    names = [each for i, each in enumerate(kinds) if i not in traced.out_constants]
+    signature = signature_of(traced.gm)
+    named = zip(signature.outputs, names, strict=True)
+    outputs = tuple(dataclasses.replace(slot, kind=kind, name=name) for slot, (kind, name) in named)
+    traced.gm.meta["signature"] = dataclasses.replace(signature, outputs=outputs)
     return traced
 
 
 def _refuse_sums_in_slots(gm: GraphModule) -> None:
     """Raise a UserError if a layer is called several times: the values in its slot would be added."""
-    slots = (slot for slot in signature_of(gm).outputs for _ in range(slot.layout.num_tensors))
-    for slot, node in zip(slots, gm.graph.output_node().args[0], strict=True):  # type: ignore[arg-type]
+    for slot, node in outputs_of(gm):
         while isinstance(node, Node) and node.target is torch.ops.aten.detach.default:
             node = node.args[0]
         if slot.name.endswith(SLOT) and isinstance(node, Node) and node.target is torch.ops.aten.add.Tensor:
@@ -252,11 +268,7 @@ def trace_eval_step(
 ) -> TracedResult:
     """Trace the loss alone, without backward."""
     traced = capture(make_eval_step(model, loss), model, device=device)(batch, masks, num_tokens)
-    signature = signature_of(traced.gm)
-    (slot,) = signature.outputs
-    outputs = (dataclasses.replace(slot, kind="loss", name="loss"),)
-    traced.gm.meta["signature"] = dataclasses.replace(signature, outputs=outputs)
-    return traced
+    return _name_outputs(traced, [("loss", "loss")])
 
 
 def make_eval_step(model: nn.Module, loss: Loss) -> Callable[[Inputs, Any, Tensor], Tensor]:
@@ -282,36 +294,25 @@ def make_stage_step(
 
     def forward(batch: Inputs, masks: Any, num_tokens: Tensor, x: Tensor | None) -> Any:
         head = _Head(model, loss, batch, num_tokens)
-        y, beside = _run_stage(model, stage, batch, masks, x, head)
+        y, side = _run_stage(model, stage, batch, masks, x, head)
         losses = [head(y)] if stage.last else []
-        losses += _terms(model, batch, beside)
-        return y, sum(losses[1:], losses[0]) if losses else None, beside.state
+        losses += _terms(model, batch, side)
+        return y, sum(losses[1:], losses[0]) if losses else None, side.state
 
     def stage_step(
-        forward: Callable[..., Any],
-        batch: Inputs,
-        masks: Any,
-        num_tokens: Tensor,
-        x: Tensor | None,
-        dy: Tensor | None,
+        forward: Callable[..., Any], batch: Inputs, masks: Any, num_tokens: Tensor, x: Tensor | None, dy: Tensor | None
     ) -> Any:
         own = {p for name in stage.names for p in model.get_submodule(name).parameters()}
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad and p in own}
-        told_in = {slot for name in stage.names for slot in _slots(model.get_submodule(name)).values()}
-        slots = {name: slot for name, slot in _slots(model).items() if slot in told_in}
+        own_slots = {slot for name in stage.names for slot in _slots(model.get_submodule(name)).values()}
+        slots = {name: slot for name, slot in _slots(model).items() if slot in own_slots}
         free_gradient_dtype(parameters.values(), sum_in)
         y, value, state = forward(batch, masks, num_tokens, x)
         # Backward begins here, with these gradients.
         begins = [(y, dy)] * (not stage.last) + [(value, None)] * (value is not None)
         outputs, given = zip(*begins, strict=True)
-        wanted = [*parameters.values(), *slots.values(), *([] if x is None else [x])]
-        gradients = list(torch.autograd.grad(outputs, wanted, given, allow_unused=True))
-        dx = None if x is None else gradients.pop()
-        found = {name: g for name, g in zip([*parameters, *slots], gradients, strict=True) if g is not None}
-        state |= {name: _told(slot, found.pop(name, None)) for name, slot in slots.items()}
-        with annotated(phase="backward"):
-            finished = {name: _as_parameter(g, parameters[name]) for name, g in found.items()}
-        return None if stage.last else y, value, dx, finished, state
+        gradients, in_slots, dx = _differentiate(outputs, given, parameters, slots, x)
+        return None if stage.last else y, value, dx, gradients, state | in_slots
 
     return InParts(stage_step, forward)
 
@@ -334,7 +335,7 @@ def trace_stage_step(
     """Trace a pipeline stage, as `trace_train_step` does; its outputs are the "output"s y and dx, the "loss", "grad"
     and "state" by name, as far as there are any."""
     traced = capture(make_stage_step(model, loss, stage, sum_in), model, device=device)(*arguments)
-    return _with_outputs_named(traced, [("output", "y"), ("loss", "loss"), ("output", "dx")])
+    return _name_train_outputs(traced, [("output", "y"), ("loss", "loss"), ("output", "dx")])
 
 
 def trace_stage_evaluation(
@@ -420,7 +421,7 @@ class AddGradients:
         return self._copies.setdefault(name, gradient.clone())
 
 
-def _told(slot: Tensor, gradient: Tensor | None) -> Tensor:
+def _slot_value(slot: Tensor, gradient: Tensor | None) -> Tensor:
     """Return the value of a layer's slot, 0 where the loss does not depend on it: the layer has seen no data."""
     return torch.zeros_like(slot) if gradient is None else gradient
 
@@ -434,7 +435,7 @@ def make_eager_step(model: nn.Module, loss: Loss) -> Callable[[Inputs, Any, Tens
         value, state = _forward(model, loss, batch, masks, num_tokens)
         value.backward()
         for name, slot in slots.items():
-            state[name], slot.grad = _told(slot, slot.grad), None
+            state[name], slot.grad = _slot_value(slot, slot.grad), None
         return StepOutput(value.detach(), state)
 
     return step

@@ -15,18 +15,13 @@ from typing import Any, Protocol
 
 import torch
 import torch.utils._pytree as pytree
+from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.optim import Optimizer
 
 from torchtitan_graph.capture.arguments import Given, check_result, flatten_with_path, positional_parameters, take_call
-from torchtitan_graph.capture.calls import (
-    TRACE,
-    called_as,
-    expect,
-    expect_arguments,
-    expect_function,
-    expect_state,
-)
+from torchtitan_graph.capture.calls import TRACE, called_as, expect, expect_arguments, expect_function, expect_state
 from torchtitan_graph.capture.dimensions import DynamicShapes
 from torchtitan_graph.capture.dynamic import Sizes, keep_traced_sizes
 from torchtitan_graph.capture.effects import no_effects
@@ -45,6 +40,7 @@ from torchtitan_graph.capture.state import (
     classes_of,
     live_state,
     modes_of,
+    new_leaves,
     optimizer_options,
     swapped_state,
     unassigned_data,
@@ -55,7 +51,7 @@ from torchtitan_graph.capture.uncollected import uncollected
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.hierarchy import ScopeRecorder
-from torchtitan_graph.graph.signature import Signature, Slot, layout_of, signature_of
+from torchtitan_graph.graph.signature import Signature, Slot, inputs_of, layout_of
 from torchtitan_graph.log import logger
 from torchtitan_graph.torch_private.fake import FakeTensorMode, NeedsSymbols
 from torchtitan_graph.torch_private.sizes import SymbolicFakeTensorMode
@@ -87,10 +83,10 @@ class Capture(Protocol):
     def __call__(
         self,
         fn: Callable[..., Any],
-        module: torch.nn.Module | None = ...,
+        module: nn.Module | None = ...,
         *,
         device: Any = ...,
-        blocks: Mapping[str, torch.nn.Module] = ...,
+        blocks: Mapping[str, nn.Module] = ...,
         stack_traces: bool = ...,
         dynamic_shapes: DynamicShapes | None = ...,
         call_hierarchy: bool = ...,
@@ -100,10 +96,10 @@ class Capture(Protocol):
 @called_as("make_fx_capture(fn, module=model)(*arguments)")
 def make_fx_capture(
     fn: Callable[..., Any],
-    module: torch.nn.Module | None = None,
+    module: nn.Module | None = None,
     *,
     device: Any = None,
-    blocks: Mapping[str, torch.nn.Module] = types.MappingProxyType({}),
+    blocks: Mapping[str, nn.Module] = types.MappingProxyType({}),
     stack_traces: bool = False,
     dynamic_shapes: DynamicShapes | None = None,
     call_hierarchy: bool = False,
@@ -124,9 +120,7 @@ def make_fx_capture(
         traced = trace(*args, **kwargs)
         if traced.sizes is not None:
             if unknown := traced.sizes.what_is_unknown(traced.gm):
-                raise UserError(
-                    f"{unknown}: a training step's passes need sizes to reckon with, and numbers in tensors"
-                )
+                raise UserError(f"{unknown}: a training step's passes need known sizes, and numbers in tensors")
             keep_traced_sizes(traced.gm, traced.sizes)
         return traced
 
@@ -136,11 +130,11 @@ def make_fx_capture(
 @called_as(TRACE)
 def minimal_fx_tracer(
     fn: Callable[..., Any],
-    module: torch.nn.Module | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
+    module: nn.Module | None = None,
+    optimizer: Optimizer | None = None,
     *,
     device: torch.device | str | None = None,
-    blocks: Mapping[str, torch.nn.Module] = types.MappingProxyType({}),
+    blocks: Mapping[str, nn.Module] = types.MappingProxyType({}),
     stack_traces: bool = False,
     donated: Collection[str] = (),
     dynamic_shapes: DynamicShapes | None = None,
@@ -188,7 +182,7 @@ def minimal_fx_tracer(
         )
         held = list(reached(fn, module, optimizer))
 
-        def begun(sizes: Sizes, out: _Result) -> tuple[Callable[..., list[torch.Tensor]], list[Any]]:
+        def begun(sizes: Sizes, out: _Result) -> tuple[Callable[..., list[Tensor]], list[Any]]:
             """Return the function to trace, and its arguments with their sizes and strides."""
             plain = [
                 (t, sizes.strided(slot.name, t) if slot.kind == "input" else (t.shape, t.stride()))
@@ -202,9 +196,8 @@ def minimal_fx_tracer(
         out = _Result()
         run, plain = begun(sizes, out)
 
-        def graph(blocks: Mapping[str, torch.nn.Module], env: ShapeEnv | None = None) -> GraphModule:
-            kind = FakeTensorMode if env is None else SymbolicFakeTensorMode
-            fake_mode = kind(allow_non_fake_inputs=True, shape_env=env)
+        def graph(blocks: Mapping[str, nn.Module], env: ShapeEnv | None = None) -> GraphModule:
+            fake_mode = _fake_mode(env)
             names = {id(child): name for name, child in module.named_modules()} if module is not None else {}
             recorder = ScopeRecorder(names) if call_hierarchy else None
             fakes = fakes_of(plain, fake_mode, device)
@@ -231,24 +224,15 @@ def minimal_fx_tracer(
         _name_placeholders(gm)
         meta.settle(gm)
         warn_of_constants(gm, fn)
-        may_write = {
-            (slot.kind, slot.name) for slot in slots if slot.kind in ("param", "optim") and optimizer is not None
-        }
+        may_write = {(s.kind, s.name) for s in slots if s.kind in ("param", "optim") and optimizer is not None}
         of_argument = zip(given.names, given.owners, strict=True)
         may_write |= {("input", leaf) for leaf, argument in of_argument if argument in donated}
         try:
             refuse_unsupported(gm, may_write)
         except UserError:
             if not stack_traces:  # again, to name the line
-                minimal_fx_tracer(
-                    fn,
-                    module,
-                    optimizer,
-                    device=device,
-                    stack_traces=True,
-                    donated=donated,
-                    dynamic_shapes=dynamic_shapes,
-                )(*args, **kwargs)
+                again = dict(device=device, stack_traces=True, donated=donated, dynamic_shapes=dynamic_shapes)
+                minimal_fx_tracer(fn, module, optimizer, **again)(*args, **kwargs)  # type: ignore[arg-type]
             raise
         return TracedResult(
             gm=gm,
@@ -284,20 +268,21 @@ class _Result:
 
 def _on_flat_tensors(
     fn: Callable[..., Any],
-    module: torch.nn.Module | None,
-    optimizer: torch.optim.Optimizer | None,
+    module: nn.Module | None,
+    optimizer: Optimizer | None,
     given: Given,
     slots: tuple[Slot, ...],
     values: list[tuple[str, str, Any]],
     out: _Result,
-) -> Callable[..., list[torch.Tensor]]:
+) -> Callable[..., list[Tensor]]:
     """Return the function that is traced: plain tensors in, plain tensors out, with the state replaced by them.
 
     A call fills `out`.
     """
 
-    def run(*flat: torch.Tensor) -> list[torch.Tensor]:
-        traced = dict(zip([(s.kind, s.name) for s in slots], _unflatten(slots, flat, values), strict=True))
+    def run(*flat: Tensor) -> list[Tensor]:
+        leaves = new_leaves([x for _, _, x in values], [slot.layout for slot in slots], flat)
+        traced = dict(zip([(s.kind, s.name) for s in slots], leaves, strict=True))
         full = [given.constants[i] if i in given.constants else traced["input", n] for i, n in enumerate(given.names)]
         args, kwargs = pytree.tree_unflatten(full, given.in_spec)
         if out.uncleared is not None:
@@ -309,8 +294,8 @@ def _on_flat_tensors(
         paths, out.spec = flatten_with_path(result)
         for path, x in paths:
             check_result(f"the result{pytree.keystr(path)}", x)
-        out.constants = {i: x for i, (_, x) in enumerate(paths) if not isinstance(x, torch.Tensor)}
-        tensors = [(path, x.detach()) for path, x in paths if isinstance(x, torch.Tensor)]
+        out.constants = {i: x for i, (_, x) in enumerate(paths) if not isinstance(x, Tensor)}
+        tensors = [(path, x.detach()) for path, x in paths if isinstance(x, Tensor)]
         out.slots = tuple(Slot(pytree.keystr(path), "output", layout_of(x)) for path, x in tensors)
         left = left_gradients(traced)
         out.left = {name: len(parts) for name, parts in left.items()}
@@ -321,7 +306,7 @@ def _on_flat_tensors(
 
 
 def _refuse_uncleared(
-    begun: Callable[[Sizes, _Result], tuple[Callable[..., list[torch.Tensor]], list[Any]]],
+    begun: Callable[[Sizes, _Result], tuple[Callable[..., list[Tensor]], list[Any]]],
     sizes: Sizes,
     held: list[Reached],
     device: Any,
@@ -330,8 +315,7 @@ def _refuse_uncleared(
     """Run a function that leaves gradients in `.grad` again, unrecorded, with gradients of an earlier call."""
     out = _Result(uncleared=Uncleared())
     run, plain = begun(sizes, out)
-    kind = SymbolicFakeTensorMode if symbolic else FakeTensorMode
-    fake_mode = kind(allow_non_fake_inputs=True, shape_env=sizes.env if symbolic else None)
+    fake_mode = _fake_mode(sizes.env if symbolic else None)
     fake_mode.watch = out.uncleared.see  # type: ignore[union-attr]
     fakes = fakes_of(plain, fake_mode, device)
     one_thread = torch.autograd.set_multithreading_enabled(False)  # a mode is thread-local
@@ -340,7 +324,7 @@ def _refuse_uncleared(
 
 
 def _unless_read(
-    graph: Callable[[Mapping[str, torch.nn.Module]], GraphModule], blocks: Mapping[str, torch.nn.Module]
+    graph: Callable[[Mapping[str, nn.Module]], GraphModule], blocks: Mapping[str, nn.Module]
 ) -> GraphModule | None:
     """Trace each kind of block once, or all blocks, with the reason logged; return None if symbols are needed: the
     function reads a tensor's value, or loops by one."""
@@ -358,41 +342,27 @@ def _unless_read(
         return None
 
 
-def _unflatten(slots: tuple[Slot, ...], flat: tuple[torch.Tensor, ...], values: list) -> list[torch.Tensor]:
-    """Return the traced leaves: subclasses rewrapped, each a leaf that requires grad as the live tensor does."""
-    leaves, position = [], 0
-    for slot, (_, _, live) in zip(slots, values, strict=True):
-        leaf = slot.layout.unflatten(list(flat[position : position + slot.layout.num_tensors])).detach()
-        if live.requires_grad:
-            leaf.requires_grad_()
-            if live.is_leaf:
-                leaf.grad_dtype = live.grad_dtype
-        leaves.append(leaf)
-        position += slot.layout.num_tensors
-    return leaves
+def _fake_mode(env: ShapeEnv | None) -> FakeTensorMode:
+    kind = FakeTensorMode if env is None else SymbolicFakeTensorMode
+    return kind(allow_non_fake_inputs=True, shape_env=env)
 
 
 def fakes_of(
-    plain: Sequence[tuple[torch.Tensor, tuple[Sequence[Any], Sequence[Any]]]],
+    plain: Sequence[tuple[Tensor, tuple[Sequence[Any], Sequence[Any]]]],
     fake_mode: FakeTensorMode,
     device: torch.device | str | None,
-) -> list[torch.Tensor]:
+) -> list[Tensor]:
     """Return fake tensors like these, on `device` instead of meta."""
     with fake_mode:
+        places = [device if t.is_meta and device else t.device for t, _ in plain]
         return [
-            torch.empty_strided(
-                tuple(shape), tuple(stride), dtype=t.dtype, device=device if t.is_meta and device else t.device
-            )
-            for t, (shape, stride) in plain
+            torch.empty_strided(tuple(shape), tuple(stride), dtype=t.dtype, device=place)
+            for (t, (shape, stride)), place in zip(plain, places, strict=True)
         ]
 
 
 def _name_placeholders(gm: GraphModule) -> None:
-    placeholders = iter(gm.graph.find_nodes(op="placeholder"))
-    for slot in signature_of(gm).inputs:
-        for _ in range(slot.layout.num_tensors):
-            node = next(placeholders)
-            stem = "".join(c if c.isalnum() else "_" for c in slot.name).strip("_")
-            node._rename(stem)
-            node.target = node.name
+    for slot, node in inputs_of(gm):
+        node._rename("".join(c if c.isalnum() else "_" for c in slot.name).strip("_"))
+        node.target = node.name
     gm.recompile()

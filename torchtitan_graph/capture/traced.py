@@ -10,7 +10,9 @@ from typing import Any, NoReturn
 import sympy
 import torch
 import torch.utils._pytree as pytree
+from torch import Tensor, nn
 from torch.fx import GraphModule
+from torch.optim import Optimizer
 
 from torchtitan_graph.capture.arguments import leaves_by_name, ordered
 from torchtitan_graph.capture.calls import RUN, TRACE, called_as, expect, expect_state
@@ -18,7 +20,7 @@ from torchtitan_graph.capture.dynamic import Sizes
 from torchtitan_graph.capture.refusals import refuse_strides
 from torchtitan_graph.capture.state import BoundState, flatten, live_state
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.graph.signature import Slot, signature_of
+from torchtitan_graph.graph.signature import Slot, inputs_of, signature_of, unflatten_each
 from torchtitan_graph.runtime.observe import Watchable
 
 
@@ -66,10 +68,10 @@ class TracedResult:
 @called_as(RUN)
 def run_traced(
     traced: TracedResult,
-    module: torch.nn.Module | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
+    module: nn.Module | None = None,
+    optimizer: Optimizer | None = None,
     *,
-    make_run: Callable[[GraphModule], Callable[[list[torch.Tensor]], list[torch.Tensor]]] = Watchable,
+    make_run: Callable[[GraphModule], Callable[[list[Tensor]], list[Tensor]]] = Watchable,
 ) -> Callable[..., Any]:
     """Return a callable with the traced function's own signature that runs the graph on the live state.
 
@@ -88,7 +90,7 @@ def run_traced(
     input_slots = tuple(s for s in signature.inputs if s.kind == "input")
     examples = _example_inputs(traced.gm)
     bound = BoundState(state_slots, traced.options, traced.modes, traced.classes, module, optimizer)
-    guarded: list[torch.Tensor] | None = None  # the state that was bound when guards were last checked
+    guarded: list[Tensor] | None = None  # the state that was bound when guards were last checked
 
     def run(*args: Any, **kwargs: Any) -> Any:
         nonlocal guarded
@@ -130,9 +132,7 @@ def run_traced(
     return run
 
 
-def _expect_state_as_traced(
-    traced: TracedResult, module: torch.nn.Module | None, optimizer: torch.optim.Optimizer | None
-) -> None:
+def _expect_state_as_traced(traced: TracedResult, module: nn.Module | None, optimizer: Optimizer | None) -> None:
     with_module = any(slot.kind in ("param", "buffer") for slot in signature_of(traced.gm).inputs)
     if module is None and with_module:
         raise UserError(f"the function was traced with module=, and is run without: write {RUN}")
@@ -154,12 +154,8 @@ def _expect_state_as_traced(
 
 
 def _flat_inputs(
-    traced: TracedResult,
-    slots: tuple[Slot, ...],
-    examples: dict[str, torch.Tensor],
-    args: tuple,
-    kwargs: dict[str, Any],
-) -> tuple[list[torch.Tensor], Mapping[Any, Any]]:
+    traced: TracedResult, slots: tuple[Slot, ...], examples: dict[str, Tensor], args: tuple, kwargs: dict[str, Any]
+) -> tuple[list[Tensor], Mapping[Any, Any]]:
     """Return the plain tensors of a call's arguments, checked against those traced, and its sizes by symbol."""
     leaves, in_spec = pytree.tree_flatten(ordered(args, kwargs))
     if in_spec != traced.in_spec:
@@ -168,7 +164,7 @@ def _flat_inputs(
         if traced.sizes is not None and traced.sizes.varies(traced.names[i]):
             continue
         if type(leaves[i]) is not type(constant) or repr(leaves[i]) != repr(constant):  # nan equals nan, 0 is not -0
-            found = "a tensor" if isinstance(leaves[i], torch.Tensor) else repr(leaves[i])
+            found = "a tensor" if isinstance(leaves[i], Tensor) else repr(leaves[i])
             raise UserError(
                 f"{traced.names[i]} is {found}, traced with {constant!r}: a value that is no tensor is a "
                 "constant of the trace; pass it as a tensor, or trace again"
@@ -176,7 +172,7 @@ def _flat_inputs(
     tensors = [leaf for i, leaf in enumerate(leaves) if i not in traced.constants]
     for slot, tensor in zip(slots, tensors, strict=True):
         device = examples[slot.name].device.type
-        if isinstance(tensor, torch.Tensor) and tensor.device.type != device != "meta":
+        if isinstance(tensor, Tensor) and tensor.device.type != device != "meta":
             raise UserError(f"{slot.name} is on {tensor.device}, traced on {device}: move it, or trace again")
     flat = [t for slot, tensor in zip(slots, tensors, strict=True) for t in flatten(slot, tensor)]
     if traced.sizes is None:
@@ -185,24 +181,18 @@ def _flat_inputs(
 
 
 def _unflatten_result(
-    traced: TracedResult, slots: tuple[Slot, ...], values: list[torch.Tensor], sizes: Mapping[Any, Any]
+    traced: TracedResult, slots: tuple[Slot, ...], values: list[Tensor], sizes: Mapping[Any, Any]
 ) -> Any:
     """Return the traced function's result, from a graph's outputs."""
-    results: list[Any] = []
-    position = 0
-    for slot in slots:
-        results.append(slot.layout.unflatten(values[position : position + slot.layout.num_tensors]))
-        position += slot.layout.num_tensors
+    results = unflatten_each([slot.layout for slot in slots], values)
     for i, constant in traced.out_constants.items():  # ascending, so that each gets its own position
         results.insert(i, int(constant.xreplace(sizes)) if isinstance(constant, sympy.Expr) else constant)
     return pytree.tree_unflatten(results, traced.out_spec)
 
 
-def _example_inputs(gm: GraphModule) -> dict[str, torch.Tensor]:
+def _example_inputs(gm: GraphModule) -> dict[str, Tensor]:
     """Return each argument's traced fake tensor, by name; for a tensor subclass its last part."""
-    placeholders = iter(gm.graph.find_nodes(op="placeholder"))
-    owners = [(slot, next(placeholders)) for slot in signature_of(gm).inputs for _ in range(slot.layout.num_tensors)]
-    return {slot.name: node.meta["val"] for slot, node in owners if slot.kind == "input"}
+    return {slot.name: node.meta["val"] for slot, node in inputs_of(gm) if slot.kind == "input"}
 
 
 def autocast() -> dict[str, torch.dtype]:

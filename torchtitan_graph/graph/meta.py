@@ -19,7 +19,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.fx import GraphModule, Node
@@ -30,49 +30,25 @@ SAVE, RECOMPUTE, OFFLOAD = "save", "recompute", "offload"
 GATHER, REDUCE = "gather", "reduce"
 RECOMPUTED = "recomputed"
 
+T = TypeVar("T")
+
 _TORCH = Path(torch.__file__).parent
 KEYS = ("phase", "module", "tag", "role", "param", "region", "operations", "works", "scratch", "same_as", "origin")
 HIERARCHIES = ("call_hierarchy", "fwd_call_hierarchy")
 
 
-def phase(node: Node) -> str:
-    return node.meta.get("phase", "forward")
+def _reader(key: str, default: T) -> Callable[[Node], T]:
+    return lambda node: node.meta.get(key, default)
 
 
-def module(node: Node) -> str:
-    return node.meta.get("module", "")
-
-
-def tag(node: Node) -> str | None:
-    return node.meta.get("tag")
-
-
-def role(node: Node) -> str | None:
-    return node.meta.get("role")
-
-
-def param(node: Node) -> str | None:
-    return node.meta.get("param")
-
-
-def region(node: Node) -> str | None:
-    return node.meta.get("region")
-
-
-def operations(node: Node) -> float:
-    return node.meta.get("operations", 0.0)
-
-
-def works(node: Node) -> tuple[Any, ...]:
-    return node.meta.get("works", ())
-
-
-def scratch(node: Node) -> int:
-    return node.meta.get("scratch", 0)
-
-
-def same_as(node: Node) -> int | None:
-    return node.meta.get("same_as")
+phase, module = _reader("phase", "forward"), _reader("module", "")
+tag: Callable[[Node], str | None] = _reader("tag", None)
+role: Callable[[Node], str | None] = _reader("role", None)
+param: Callable[[Node], str | None] = _reader("param", None)
+region: Callable[[Node], str | None] = _reader("region", None)
+operations, scratch = _reader("operations", 0.0), _reader("scratch", 0)
+works: Callable[[Node], tuple[Any, ...]] = _reader("works", ())
+same_as: Callable[[Node], int | None] = _reader("same_as", None)
 
 
 def origin(node: Node) -> str:

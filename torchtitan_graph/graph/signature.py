@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
+from torch.fx import GraphModule, Node
 
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.torch_private.tensors import is_traceable_wrapper_subclass
@@ -76,10 +77,8 @@ class Wrapped:
         return [t for attr, layout in self.inner for t in layout.flatten(getattr(value, attr))]
 
     def unflatten(self, tensors: list[torch.Tensor]) -> Any:
-        inner, position = dict(self.constants), 0
-        for attr, layout in self.inner:
-            inner[attr] = layout.unflatten(tensors[position : position + layout.num_tensors])
-            position += layout.num_tensors
+        values = unflatten_each([layout for _, layout in self.inner], tensors)
+        inner = dict(self.constants) | dict(zip((attr for attr, _ in self.inner), values, strict=True))
         return self.cls.__tensor_unflatten__(inner, self.context, self.size, self.stride)  # type: ignore[attr-defined]
 
     def __str__(self) -> str:
@@ -110,6 +109,12 @@ def layout_of(value: torch.Tensor) -> Plain | Wrapped:
     )
 
 
+def unflatten_each(layouts: Iterable[TensorLayout], tensors: Iterable[torch.Tensor]) -> list[Any]:
+    """Return the logical values that plain tensors make up, one after the other."""
+    given = iter(tensors)
+    return [layout.unflatten([next(given) for _ in range(layout.num_tensors)]) for layout in layouts]
+
+
 def is_dynamic(layout: TensorLayout) -> bool:
     """Return whether a size may differ from call to call."""
     return isinstance(layout, Plain) and any(isinstance(size, str) for size in layout.shape)
@@ -135,53 +140,52 @@ class Signature:
     outputs: tuple[Slot, ...]
 
 
-def signature_of(gm: torch.fx.GraphModule) -> Signature:
+def signature_of(gm: GraphModule) -> Signature:
     """Return a traced graph's inputs and outputs.
 
     Raises:
         UserError: `gm` is no traced graph.
     """
-    if not isinstance(gm, torch.fx.GraphModule) or "signature" not in gm.meta:
-        raise UserError(
-            f"a {type(gm).__name__} has no signature: must be a traced graph, as in signature_of(traced.gm)"
-        )
+    if not isinstance(gm, GraphModule) or "signature" not in gm.meta:
+        raise UserError(f"a {type(gm).__name__} has no signature: write signature_of(traced.gm) of a traced graph")
     return gm.meta["signature"]
 
 
-def input_nodes(gm: torch.fx.GraphModule, kind: str) -> dict[str, torch.fx.Node]:
+def inputs_of(gm: GraphModule) -> list[tuple[Slot, Node]]:
+    """Return each placeholder with the slot that it is a plain tensor of."""
+    slots = (slot for slot in signature_of(gm).inputs for _ in range(slot.layout.num_tensors))
+    return list(zip(slots, gm.graph.find_nodes(op="placeholder"), strict=True))
+
+
+def outputs_of(gm: GraphModule) -> list[tuple[Slot, Any]]:
+    """Return each of the graph's output values, a node or None, with the slot that it is a plain tensor of."""
+    slots = (slot for slot in signature_of(gm).outputs for _ in range(slot.layout.num_tensors))
+    return list(zip(slots, gm.graph.output_node().args[0], strict=True))  # type: ignore[arg-type]
+
+
+def input_nodes(gm: GraphModule, kind: str) -> dict[str, Node]:
     """Return the placeholder of each input of that kind by name; each must be a single plain tensor in the graph."""
-    placeholders = iter(gm.graph.find_nodes(op="placeholder"))
-    found = {}
-    for slot in signature_of(gm).inputs:
-        nodes = [next(placeholders) for _ in range(slot.layout.num_tensors)]
-        if slot.kind == kind:
-            (found[slot.name],) = nodes
-    return found
+    return _single_tensors(inputs_of(gm), kind)
 
 
-def output_nodes(gm: torch.fx.GraphModule, kind: str) -> dict[str, torch.fx.Node]:
+def output_nodes(gm: GraphModule, kind: str) -> dict[str, Node]:
     """Return the node that feeds each output of that kind by name; each must be a single plain tensor in the graph."""
-    values = iter(gm.graph.output_node().args[0])  # type: ignore[arg-type]
-    found = {}
-    for slot in signature_of(gm).outputs:
-        nodes = [next(values) for _ in range(slot.layout.num_tensors)]
-        if slot.kind == kind:
-            (found[slot.name],) = nodes
-    return found
+    return _single_tensors(outputs_of(gm), kind)
 
 
-def set_outputs(gm: torch.fx.GraphModule, kind: str, nodes: dict[str, torch.fx.Node]) -> None:
+def _single_tensors(pairs: Sequence[tuple[Slot, Node]], kind: str) -> dict[str, Node]:
+    found = [(slot, node) for slot, node in pairs if slot.kind == kind]
+    assert all(slot.layout.num_tensors == 1 for slot, _ in found), f"a {kind} is several tensors in the graph"
+    return {slot.name: node for slot, node in found}
+
+
+def set_outputs(gm: GraphModule, kind: str, nodes: dict[str, Node]) -> None:
     """Replace the nodes of the named outputs of that kind."""
-    output, position = gm.graph.output_node(), 0
-    values = list(output.args[0])  # type: ignore[arg-type]
-    for slot in signature_of(gm).outputs:
-        if slot.kind == kind and slot.name in nodes:
-            values[position] = nodes[slot.name]
-        position += slot.layout.num_tensors
-    output.args = (values,)
+    values = [nodes.get(slot.name, node) if slot.kind == kind else node for slot, node in outputs_of(gm)]
+    gm.graph.output_node().args = (values,)
 
 
-def set_layouts(gm: torch.fx.GraphModule, kinds: tuple[str, ...], layouts: Mapping[str, TensorLayout]) -> None:
+def set_layouts(gm: GraphModule, kinds: tuple[str, ...], layouts: Mapping[str, TensorLayout]) -> None:
     """Replace the layouts of the inputs and outputs of those kinds, by name: the second half of an edit of their
     nodes."""
 

@@ -15,7 +15,7 @@ from torchtitan_graph.models.layers.hf_rope import read_rope, scaling_to_hf
 from torchtitan_graph.models.layers.latent_attention import LatentAttention
 from torchtitan_graph.models.layers.moe import MoE, MoEConfig
 from torchtitan_graph.models.layers.rope import Scaling, YarnScaling, rope_cos_sin, yarn_magnitude
-from torchtitan_graph.models.layers.stored import Stored
+from torchtitan_graph.models.layers.stored import LLAMA_KEYS, Stored
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,20 +77,13 @@ HF_ARCHITECTURES = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
 
 # Our parameter -> Hugging Face's, "*" the layer number, "#" the expert's.
 HF_KEYS: dict[str, str | Stored] = {
-    "tok_embeddings.weight": "model.embed_tokens.weight",
-    "layers.*.attention_norm.weight": "model.layers.*.input_layernorm.weight",
-    "layers.*.attention.wq.weight": "model.layers.*.self_attn.q_proj.weight",
+    **LLAMA_KEYS,
     "layers.*.attention.wq_a.weight": "model.layers.*.self_attn.q_a_proj.weight",
     "layers.*.attention.q_norm.weight": "model.layers.*.self_attn.q_a_layernorm.weight",
     "layers.*.attention.wq_b.weight": "model.layers.*.self_attn.q_b_proj.weight",
     "layers.*.attention.wkv_a.weight": "model.layers.*.self_attn.kv_a_proj_with_mqa.weight",
     "layers.*.attention.kv_norm.weight": "model.layers.*.self_attn.kv_a_layernorm.weight",
     "layers.*.attention.wkv_b.weight": "model.layers.*.self_attn.kv_b_proj.weight",
-    "layers.*.attention.wo.weight": "model.layers.*.self_attn.o_proj.weight",
-    "layers.*.ffn_norm.weight": "model.layers.*.post_attention_layernorm.weight",
-    "layers.*.feed_forward.w1.weight": "model.layers.*.mlp.gate_proj.weight",
-    "layers.*.feed_forward.w2.weight": "model.layers.*.mlp.down_proj.weight",
-    "layers.*.feed_forward.w3.weight": "model.layers.*.mlp.up_proj.weight",
     "layers.*.moe.router.gate.weight": "model.layers.*.mlp.gate.weight",
     "layers.*.moe.router.bias_E": "model.layers.*.mlp.gate.e_score_correction_bias",
     "layers.*.moe.experts.w1": Stored("model.layers.*.mlp.experts.#.gate_proj.weight"),
@@ -103,8 +96,6 @@ HF_KEYS: dict[str, str | Stored] = {
     "layers.*.hnorm.weight": "model.layers.*.hnorm.weight",
     "layers.*.eh_proj.weight": "model.layers.*.eh_proj.weight",
     "layers.*.norm.weight": "model.layers.*.shared_head.norm.weight",
-    "norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
 }
 
 

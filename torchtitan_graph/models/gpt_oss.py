@@ -14,7 +14,7 @@ from torchtitan_graph.models.layers.hf_rope import read_rope, scaling_to_hf
 from torchtitan_graph.models.layers.masks import Rule, all_of, sliding
 from torchtitan_graph.models.layers.moe import MoE, MoEConfig
 from torchtitan_graph.models.layers.rope import Scaling, YarnScaling, rope_cos_sin, yarn_magnitude
-from torchtitan_graph.models.layers.stored import Stored
+from torchtitan_graph.models.layers.stored import LLAMA_KEYS, Stored
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,18 +52,12 @@ _EXPERTS = "model.layers.*.mlp.experts"
 
 # Our parameter -> Hugging Face's, "*" the layer number.
 HF_KEYS: dict[str, str | Stored] = {
-    "tok_embeddings.weight": "model.embed_tokens.weight",
-    "layers.*.attention_norm.weight": "model.layers.*.input_layernorm.weight",
-    "layers.*.attention.wq.weight": "model.layers.*.self_attn.q_proj.weight",
+    **LLAMA_KEYS,
     "layers.*.attention.wq.bias": "model.layers.*.self_attn.q_proj.bias",
-    "layers.*.attention.wk.weight": "model.layers.*.self_attn.k_proj.weight",
     "layers.*.attention.wk.bias": "model.layers.*.self_attn.k_proj.bias",
-    "layers.*.attention.wv.weight": "model.layers.*.self_attn.v_proj.weight",
     "layers.*.attention.wv.bias": "model.layers.*.self_attn.v_proj.bias",
-    "layers.*.attention.wo.weight": "model.layers.*.self_attn.o_proj.weight",
     "layers.*.attention.wo.bias": "model.layers.*.self_attn.o_proj.bias",
     "layers.*.attention.sinks": "model.layers.*.self_attn.sinks",
-    "layers.*.ffn_norm.weight": "model.layers.*.post_attention_layernorm.weight",
     "layers.*.moe.router.gate.weight": "model.layers.*.mlp.router.weight",
     "layers.*.moe.router.gate.bias": "model.layers.*.mlp.router.bias",
     "layers.*.moe.experts.w1": Stored(f"{_EXPERTS}.gate_up_proj", transpose=True, part=(0, 2), interleaved=True),
@@ -72,8 +66,6 @@ HF_KEYS: dict[str, str | Stored] = {
     "layers.*.moe.experts.b3": Stored(f"{_EXPERTS}.gate_up_proj_bias", part=(1, 2), interleaved=True),
     "layers.*.moe.experts.w2": Stored(f"{_EXPERTS}.down_proj", transpose=True),
     "layers.*.moe.experts.b2": f"{_EXPERTS}.down_proj_bias",
-    "norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
 }
 
 

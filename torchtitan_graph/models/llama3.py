@@ -13,6 +13,7 @@ from torchtitan_graph.models.layers.feed_forward import FeedForward
 from torchtitan_graph.models.layers.hf_config import ConfigReader
 from torchtitan_graph.models.layers.hf_rope import read_rope, scaling_to_hf
 from torchtitan_graph.models.layers.rope import Llama3Scaling, Scaling, rope_cos_sin
+from torchtitan_graph.models.layers.stored import LLAMA_KEYS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,20 +49,7 @@ FLAVORS = {
 PLAN = decoder_plan(attention=Attention.PLAN, feed_forward=FeedForward.PLAN)
 
 # Our parameter -> Hugging Face's, "*" the layer number. No tensor changes its layout. A tied output is not stored.
-HF_KEYS = {
-    "tok_embeddings.weight": "model.embed_tokens.weight",
-    "layers.*.attention_norm.weight": "model.layers.*.input_layernorm.weight",
-    "layers.*.attention.wq.weight": "model.layers.*.self_attn.q_proj.weight",
-    "layers.*.attention.wk.weight": "model.layers.*.self_attn.k_proj.weight",
-    "layers.*.attention.wv.weight": "model.layers.*.self_attn.v_proj.weight",
-    "layers.*.attention.wo.weight": "model.layers.*.self_attn.o_proj.weight",
-    "layers.*.ffn_norm.weight": "model.layers.*.post_attention_layernorm.weight",
-    "layers.*.feed_forward.w1.weight": "model.layers.*.mlp.gate_proj.weight",
-    "layers.*.feed_forward.w2.weight": "model.layers.*.mlp.down_proj.weight",
-    "layers.*.feed_forward.w3.weight": "model.layers.*.mlp.up_proj.weight",
-    "norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-}
+HF_KEYS = LLAMA_KEYS
 
 HF_ARCHITECTURES = ("LlamaForCausalLM",)
 HF_SKIPPED = ("*.rotary_emb.inv_freq",)  # computed here; the oldest releases store it

@@ -21,7 +21,7 @@ from torchtitan_graph.models.layers.hf_rope import read_rope, scaling_to_hf
 from torchtitan_graph.models.layers.masks import Rule, all_of, begins_of, chunked
 from torchtitan_graph.models.layers.moe import MoE, MoEConfig
 from torchtitan_graph.models.layers.rope import Llama3Scaling, Rotation, Scaling, rope_cos_sin
-from torchtitan_graph.models.layers.stored import Stored
+from torchtitan_graph.models.layers.stored import LLAMA_KEYS, Stored
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,13 +72,7 @@ HF_SKIPPED = ("vision_model.*", "multi_modal_projector.*")
 
 # Our parameter -> Hugging Face's, "*" the layer number.
 HF_KEYS: dict[str, str | Stored] = {
-    "tok_embeddings.weight": "model.embed_tokens.weight",
-    "layers.*.attention_norm.weight": "model.layers.*.input_layernorm.weight",
-    "layers.*.attention.wq.weight": "model.layers.*.self_attn.q_proj.weight",
-    "layers.*.attention.wk.weight": "model.layers.*.self_attn.k_proj.weight",
-    "layers.*.attention.wv.weight": "model.layers.*.self_attn.v_proj.weight",
-    "layers.*.attention.wo.weight": "model.layers.*.self_attn.o_proj.weight",
-    "layers.*.ffn_norm.weight": "model.layers.*.post_attention_layernorm.weight",
+    **LLAMA_KEYS,
     "layers.*.feed_forward.w1.weight": "model.layers.*.feed_forward.gate_proj.weight",
     "layers.*.feed_forward.w2.weight": "model.layers.*.feed_forward.down_proj.weight",
     "layers.*.feed_forward.w3.weight": "model.layers.*.feed_forward.up_proj.weight",
@@ -89,8 +83,6 @@ HF_KEYS: dict[str, str | Stored] = {
     "layers.*.moe.shared_experts.w1.weight": "model.layers.*.feed_forward.shared_expert.gate_proj.weight",
     "layers.*.moe.shared_experts.w2.weight": "model.layers.*.feed_forward.shared_expert.down_proj.weight",
     "layers.*.moe.shared_experts.w3.weight": "model.layers.*.feed_forward.shared_expert.up_proj.weight",
-    "norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
 }
 
 

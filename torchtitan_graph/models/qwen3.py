@@ -15,7 +15,7 @@ from torchtitan_graph.models.layers.hf_config import ConfigReader
 from torchtitan_graph.models.layers.hf_rope import read_rope, scaling_to_hf
 from torchtitan_graph.models.layers.moe import MoE, MoEConfig
 from torchtitan_graph.models.layers.rope import Scaling, rope_cos_sin
-from torchtitan_graph.models.layers.stored import Stored
+from torchtitan_graph.models.layers.stored import LLAMA_KEYS, Stored
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,24 +58,13 @@ HF_ARCHITECTURES = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 
 # Our parameter -> Hugging Face's, "*" the layer number, "#" the expert's. A tied output is not stored.
 HF_KEYS: dict[str, str | Stored] = {
-    "tok_embeddings.weight": "model.embed_tokens.weight",
-    "layers.*.attention_norm.weight": "model.layers.*.input_layernorm.weight",
-    "layers.*.attention.wq.weight": "model.layers.*.self_attn.q_proj.weight",
-    "layers.*.attention.wk.weight": "model.layers.*.self_attn.k_proj.weight",
-    "layers.*.attention.wv.weight": "model.layers.*.self_attn.v_proj.weight",
-    "layers.*.attention.wo.weight": "model.layers.*.self_attn.o_proj.weight",
+    **LLAMA_KEYS,
     "layers.*.attention.q_norm.weight": "model.layers.*.self_attn.q_norm.weight",
     "layers.*.attention.k_norm.weight": "model.layers.*.self_attn.k_norm.weight",
-    "layers.*.ffn_norm.weight": "model.layers.*.post_attention_layernorm.weight",
-    "layers.*.feed_forward.w1.weight": "model.layers.*.mlp.gate_proj.weight",
-    "layers.*.feed_forward.w2.weight": "model.layers.*.mlp.down_proj.weight",
-    "layers.*.feed_forward.w3.weight": "model.layers.*.mlp.up_proj.weight",
     "layers.*.moe.router.gate.weight": "model.layers.*.mlp.gate.weight",
     "layers.*.moe.experts.w1": Stored("model.layers.*.mlp.experts.#.gate_proj.weight"),
     "layers.*.moe.experts.w2": Stored("model.layers.*.mlp.experts.#.down_proj.weight"),
     "layers.*.moe.experts.w3": Stored("model.layers.*.mlp.experts.#.up_proj.weight"),
-    "norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
 }
 
 

@@ -93,26 +93,9 @@ def _kind(x: object) -> str:
 
 
 # Sizes of a model that trains within seconds, by the field names of configs. Rows are uneven on purpose.
-_TINY = {
-    "dim": 64,
-    "num_layers": 3,
-    "num_heads": 4,
-    "num_kv_heads": 2,
-    "head_dim": 16,
-    "ffn_dim": 130,
-    "dense_ffn_dim": 70,
-    "moe_ffn_dim": 34,
-    "num_experts": 6,
-    "num_dense_layers": 1,
-    "kv_lora_rank": 24,
-    "nope_dim": 16,
-    "rope_dim": 8,
-    "v_dim": 12,
-    "window": 7,
-    "chunk": 8,
-    "full_every": 3,
-    "temperature_span": 8,
-}
+_TINY = dict(dim=64, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=16, ffn_dim=130, dense_ffn_dim=70)
+_TINY |= dict(moe_ffn_dim=34, num_experts=6, num_dense_layers=1, kv_lora_rank=24, nope_dim=16, rope_dim=8, v_dim=12)
+_TINY |= dict(window=7, chunk=8, full_every=3, temperature_span=8)
 
 
 def tiny_config(config: Any, **changes: Any) -> Any:

@@ -54,10 +54,7 @@ def gather_whole(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | Non
 
 
 def box_of(
-    shape: tuple[int, ...],
-    placements: tuple[Placement, ...],
-    mesh_shape: tuple[int, ...],
-    coordinate: tuple[int, ...],
+    shape: tuple[int, ...], placements: tuple[Placement, ...], mesh_shape: tuple[int, ...], coordinate: tuple[int, ...]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return offsets and sizes of the box that the rank at `coordinate` of the mesh holds.
 
@@ -83,10 +80,7 @@ class _Cut(NamedTuple):
 
 
 def _cuts(
-    shape: tuple[int, ...],
-    placements: tuple[Placement, ...],
-    mesh_shape: tuple[int, ...],
-    coordinate: tuple[int, ...],
+    shape: tuple[int, ...], placements: tuple[Placement, ...], mesh_shape: tuple[int, ...], coordinate: tuple[int, ...]
 ) -> list[_Cut]:
     """Return the cuts from a whole tensor to the shard at `coordinate`, in their order."""
     cuts, sizes = [], list(shape)

@@ -99,8 +99,13 @@ def _mesh(device_type: str, degrees: dict[str, int], keep: str = "") -> DeviceMe
 
 def _without_stages(mesh: DeviceMesh) -> DeviceMesh:
     """Return the mesh of this rank's pipeline stage."""
-    names = tuple(name for name in mesh.mesh_dim_names or () if name != PP)
-    return mesh if names == mesh.mesh_dim_names else mesh[names]
+    names = mesh.mesh_dim_names or ()
+    return _with_axes(mesh, [name for name in names if name != PP]) if PP in names else mesh
+
+
+def _with_axes(mesh: DeviceMesh, axes: Sequence[str]) -> DeviceMesh:
+    """Return the submesh with those of the axes that a mesh has, in the mesh's order."""
+    return mesh[tuple(name for name in mesh.mesh_dim_names or () if name in axes)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,11 +165,10 @@ class Layout:
     def groups_by_place(self) -> dict[str, str]:
         """The name of every group of this rank by its place, such as `mesh.fsdp`: places are the same in every world
         of these degrees, names are not."""
-        meshes = {"mesh": self.mesh, "context": self.context, "experts": self.experts, "stages": self.stages}
         return {
             f"{field}.{axis}": mesh.get_group(axis).group_name
-            for field, mesh in meshes.items()
-            if mesh is not None
+            for field in ("mesh", "context", "experts", "stages")
+            if (mesh := getattr(self, field)) is not None
             for axis in mesh.mesh_dim_names or ()
         }
 
@@ -182,13 +186,12 @@ class Layout:
 
     def submesh(self, *axes: str) -> DeviceMesh:
         """Return the submesh of the parameters' mesh with those of the axes that it has, in the mesh's order."""
-        names = tuple(name for name in self.mesh.mesh_dim_names or () if name in axes)
-        return self.mesh[names]
+        return _with_axes(self.mesh, axes)
 
     def expert_submesh(self, *axes: str) -> DeviceMesh:
         """Return the same submesh of the experts' mesh."""
         assert self.experts is not None, "ep is above 1"
-        return self.experts[tuple(name for name in self.experts.mesh_dim_names or () if name in axes)]
+        return _with_axes(self.experts, axes)
 
     @property
     def data_rank(self) -> int:

@@ -44,12 +44,13 @@ def parallelize(model: nn.Module, plan: Plan, layout: Layout, *, loss_parallel: 
     on_ep = expert_roles(plan) if layout.degree(EP) > 1 else {}
     _cut_parameters(model, on_tp, on_ep, layout)
     for name, role in _by_name(modules, on_tp).items():
+        module = modules[name]
         if role == "partial":
-            modules[name].forward = partial(_summed, layout.submesh(TP), modules[name].forward)
+            module.forward = partial(_summed, layout.submesh(TP), module.forward)
         elif role == "apart":
-            modules[name].forward = partial(_apart, layout.degree(TP), modules[name].forward)
+            module.forward = partial(_apart, layout.degree(TP), module.forward)
         else:
-            parallelize_module(modules[name], layout.submesh(TP), table_style(role, loss_parallel))
+            parallelize_module(module, layout.submesh(TP), table_style(role, loss_parallel))
     for name in _by_name(modules, on_ep):
         modules[name].forward = partial(dispatched, layout.expert_submesh(EP), modules[name].forward)
     for first, *others in tied:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torchtitan_graph.capture.state import BoundState, sharing_memory
 from torchtitan_graph.capture.step import AddGradients, StepOutput, combine
 from torchtitan_graph.capture.traced import TracedResult, run_traced
-from torchtitan_graph.graph.signature import signature_of
+from torchtitan_graph.graph.signature import inputs_of, signature_of
 from torchtitan_graph.parallel.layout import PP, Layout
 from torchtitan_graph.parallel.schedule import COMPUTING, Schedule
 from torchtitan_graph.runtime.observe import Watchable
@@ -46,11 +46,9 @@ class Stage:
 
     def __init__(self, graph: StageGraph, model: nn.Module) -> None:
         self.graph, self.parts, train = graph, graph.parts.by_name, graph.train
-        signature, placeholders = signature_of(train.gm), iter(train.gm.graph.find_nodes(op="placeholder"))
-        names: dict[bool, list[str]] = {True: [], False: []}  # of the graph's inputs: True a batch's, False the state's
-        for slot in signature.inputs:
-            names[slot.kind == "input"] += [next(placeholders).name for _ in range(slot.layout.num_tensors)]
-        self._input_names, self._state_names = names[True], names[False]
+        signature, inputs = signature_of(train.gm), inputs_of(train.gm)
+        self._input_names = [node.name for slot, node in inputs if slot.kind == "input"]
+        self._state_names = [node.name for slot, node in inputs if slot.kind != "input"]
         state = tuple(slot for slot in signature.inputs if slot.kind != "input")
         self._state = BoundState(state, train.options, train.modes, train.classes, model, None)
         self._guarded: list[Tensor] | None = None  # the state that was bound when guards were last checked
@@ -187,14 +185,11 @@ class Pipeline:
             stage = self.stages[number]
             if kind in COMPUTING:
                 _reduce(through)
-            if kind == "SEND_F":
-                messages.send("F", number + 1, i)
-            if kind == "SEND_B":
-                messages.send("B", number - 1, i)
-            if kind == "RECV_F":
-                messages.receive("F", number, i, number - 1, stage.graph.passed)
-            if kind == "RECV_B":
-                messages.receive("B", number, i, number + 1, stage.graph.passed)
+            step = 1 if kind.endswith("F") else -1  # from the sending stage to the receiving one
+            if kind.startswith("SEND"):
+                messages.send(kind[-1], number + step, i)
+            if kind.startswith("RECV"):
+                messages.receive(kind[-1], number, i, number - step, stage.graph.passed)
             if kind == "F":
                 x = messages.take("F", number, i) if number else None
                 messages.put("F", number + 1, i, stage.forward(i, microbatches[i], x))

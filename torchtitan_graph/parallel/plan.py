@@ -55,11 +55,7 @@ SEQUENCE_DIM = 1
 SPLIT_DIM = {"embedding": 0, "vocabulary": 0, "shard 0": 0, "shard 1": 1, "shard 2": 2}
 MODULE_ROLES = ("embedding", "partial", "vocabulary")
 PARAMETER_ROLES = ("shard 0", "shard 1", "shard 2", "replicate", "share")
-ROLES = {
-    TP: MODULE_ROLES + PARAMETER_ROLES,
-    CP: ("context",),
-    EP: ("dispatch", "expert", "apart", "partial"),
-}
+ROLES = {TP: MODULE_ROLES + PARAMETER_ROLES, CP: ("context",), EP: ("dispatch", "expert", "apart", "partial")}
 
 
 def tensor_roles(plan: Plan, dims: ParallelDims) -> dict[str, str]:

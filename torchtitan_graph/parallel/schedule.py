@@ -154,9 +154,8 @@ def plan_pipeline(options: job.Parallelism, modules: Sequence[str], num_microbat
             f" don't make {rounds} equal rounds over {num_ranks} ranks; let their number be a multiple of"
             f" parallelism.pipeline_parallel_degree: {_MORE}"
         )
-    actions, rank_of = with_messages(
-        _orders(name, num_ranks, num_stages, num_microbatches), num_stages, num_microbatches
-    )
+    orders = _orders(name, num_ranks, num_stages, num_microbatches)
+    actions, rank_of = with_messages(orders, num_stages, num_microbatches)
     return Schedule(stages, tuple(map(tuple, actions)), tuple(rank_of))
 
 
@@ -302,8 +301,9 @@ def read_csv(path: Path, num_ranks: int, num_microbatches: int) -> list[list[Pip
     orders: list[list[PipelineAction]] = []
     for number, line in enumerate(lines, 1):
         cells = [cell.strip() for cell in line if cell.strip()]
-        beside = [_SIDE_BY_SIDE.fullmatch(cell) for cell in cells]
-        words = [w.strip() for cell, m in zip(cells, beside, strict=True) for w in (m[1].split(";") if m else [cell])]
+        pairs = [_SIDE_BY_SIDE.fullmatch(cell) for cell in cells]
+        words = [w.strip() for cell, m in zip(cells, pairs, strict=True) for w in (m[1].split(";") if m else [cell])]
+        actions = []
         for word in words:
             found = _ACTION.fullmatch(word)
             if not found or int(found[3]) >= num_microbatches:
@@ -311,8 +311,8 @@ def read_csv(path: Path, num_ranks: int, num_microbatches: int) -> list[list[Pip
                     f"{_CSV} = {str(path)!r}, line {number}: {word!r} is no action; legal are such as 0F1: a stage, F,"
                     f" B, I or W, and a microbatch, from 0 to {num_microbatches - 1}"
                 )
-        actions = [_ACTION.fullmatch(word) for word in words]
-        orders.append([PipelineAction(m[2], int(m[1]), int(m[3])) for m in actions if m])
+            actions.append(PipelineAction(found[2], int(found[1]), int(found[3])))
+        orders.append(actions)
         if repeated := next((word for word, count in Counter(words).items() if count > 1), None):
             raise UserError(f"{_CSV} = {str(path)!r}, line {number}: {repeated} is there more than once")
     return orders

@@ -71,11 +71,15 @@ class Storage:
 
     @property
     def shard_degree(self) -> int:
-        return _degree(self.mesh, self.shard_axis)
+        return self._degree(self.shard_axis)
 
     @property
     def replicate_degree(self) -> int:
-        return _degree(self.mesh, self.replicate_axis)
+        return self._degree(self.replicate_axis)
+
+    def _degree(self, axis: str) -> int:
+        names = self.mesh.mesh_dim_names or ()
+        return self.mesh.size(names.index(axis)) if axis in names else 1
 
     @property
     def shard_group(self) -> dist.ProcessGroup:
@@ -168,11 +172,6 @@ def stored_dim(parameter: Tensor, layout: Layout) -> int:
         return 0
     shape, degree = parameter.to_local().shape, layout.dims.efsdp  # type: ignore[attr-defined]
     return int(shape[0] % degree > 0 and shape[1] % degree == 0)
-
-
-def _degree(mesh: DeviceMesh, axis: str) -> int:
-    names = mesh.mesh_dim_names or ()
-    return mesh.size(names.index(axis)) if axis in names else 1
 
 
 def materialize(model: nn.Module, storages: Mapping[str, Storage], device: torch.device) -> None:
@@ -274,10 +273,8 @@ def buckets(model: nn.Module, blocks: Iterable[str], others: Mapping[str, Storag
     groups: dict[str, list[str]] = {block: [] for block in blocks}
     experts: dict[str, list[str]] = {block: [] for block in blocks}
     root: list[str] = []
-    for name, parameter in model.named_parameters():
-        of_kind = experts if is_expert(parameter) else groups
-        of_kind.get(block_of(name, groups) or "", root).append(name)
-    for name, storage in (others or {}).items():
-        of_kind = experts if storage.shard_axis == EXPERT_FSDP else groups
-        of_kind.get(block_of(name, groups) or "", root).append(name)
+    kinds = [(name, is_expert(p)) for name, p in model.named_parameters()]
+    kinds += [(name, storage.shard_axis == EXPERT_FSDP) for name, storage in (others or {}).items()]
+    for name, of_experts in kinds:
+        (experts if of_experts else groups).get(block_of(name, groups) or "", root).append(name)
     return [*(names for block in groups for names in (experts[block], groups[block]) if names), root]

@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Interpreter, Node
 
 from torchtitan_graph.analysis.traffic import group_of
 from torchtitan_graph.formats.show import name_of_group
-from torchtitan_graph.graph.signature import Slot, input_nodes, signature_of
+from torchtitan_graph.graph.signature import Slot, input_nodes, inputs_of, outputs_of, signature_of
 from torchtitan_graph.ops.operator import operator_of
 from torchtitan_graph.parallel.storage import Storage
 from torchtitan_graph.torch_private.distributed import ranks_of_group
@@ -175,9 +175,7 @@ def _check_order(name: str, gm: GraphModule) -> None:
 
 def _begins(gm: GraphModule) -> list[Node]:
     """Return the nodes that backward begins with: the 1 that is a loss's own gradient."""
-    slots = (slot for slot in signature_of(gm).outputs for _ in range(slot.layout.num_tensors))
-    outputs = zip(slots, gm.graph.output_node().args[0], strict=True)  # type: ignore[arg-type]
-    losses = {_undetached(node) for slot, node in outputs if slot.kind == "loss"}
+    losses = {_undetached(node) for slot, node in outputs_of(gm) if slot.kind == "loss"}
     ones = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.ones_like.default)
     return [node for node in ones if _undetached(node.args[0]) in losses]
 
@@ -203,23 +201,18 @@ class _WithoutGradients(Interpreter):
 def _run(
     gm: GraphModule, inputs: list[Tensor], storages: dict[str, Storage], device: torch.device, has_gradients: bool
 ) -> dict[str, Tensor]:
-    flat: list[Tensor] = []
-    rest = iter(inputs)
-    placeholders = iter(gm.graph.find_nodes(op="placeholder"))
-    for slot in signature_of(gm).inputs:
-        for _ in range(slot.layout.num_tensors):
-            val = next(placeholders).meta["val"]
-            is_state = slot.kind in ("param", "buffer")
-            flat.append(_parameter(slot, val, storages, device) if is_state else next(rest).clone())
-    values = iter(gm(*flat) if has_gradients else _WithoutGradients(gm).run(*flat))
+    slots, rest = inputs_of(gm), iter(inputs)
+    flat: list[Tensor] = [
+        _parameter(slot, node.meta["val"], storages, device) if slot.kind in ("param", "buffer") else next(rest).clone()
+        for slot, node in slots
+    ]
+    values = gm(*flat) if has_gradients else _WithoutGradients(gm).run(*flat)
     found = {
-        f"{slot.kind} {slot.name}": _full(slot, next(values).to(device), storages)
-        for slot in signature_of(gm).outputs
-        for _ in range(slot.layout.num_tensors)
+        f"{slot.kind} {slot.name}": _full(slot, value.to(device), storages)
+        for (slot, _), value in zip(outputs_of(gm), values, strict=True)
     }
-    owners = [slot for slot in signature_of(gm).inputs for _ in range(slot.layout.num_tensors)]
-    if any(slot.kind == "optim" for slot in owners):
-        found |= {f"{slot.kind} {slot.name} afterwards": x for slot, x in zip(owners, flat, strict=True)}
+    if any(slot.kind == "optim" for slot, _ in slots):
+        found |= {f"{slot.kind} {slot.name} afterwards": x for (slot, _), x in zip(slots, flat, strict=True)}
     return found
 
 
@@ -245,8 +238,10 @@ def _full(slot: Slot, value: Tensor, storages: dict[str, Storage]) -> Tensor:
         dist.all_gather(parts, value.contiguous(), group=storage.shard_group)
         return torch.cat(parts, storage.dim).narrow(storage.dim, 0, storage.compute_shape[storage.dim])
     full = value.to(storage.precision.reduce)
-    if storage.shard_degree > 1:
-        dist.all_reduce(full, group=storage.shard_group)
-    if storage.replicate_degree > 1:
-        dist.all_reduce(full, group=storage.replicate_group)
+    for degree, axis in (
+        (storage.shard_degree, storage.shard_axis),
+        (storage.replicate_degree, storage.replicate_axis),
+    ):
+        if degree > 1:
+            dist.all_reduce(full, group=storage.mesh.get_group(axis))
     return full.to(storage.precision.storage)

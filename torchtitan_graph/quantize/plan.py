@@ -22,7 +22,7 @@ from torchtitan_graph.config.quantize import (
     tokens_problems,
 )
 from torchtitan_graph.device import Target
-from torchtitan_graph.errors import UserError
+from torchtitan_graph.errors import UserError, listed
 from torchtitan_graph.log import logger
 from torchtitan_graph.models.layers.moe import Experts
 from torchtitan_graph.parallel.layout import TP
@@ -143,8 +143,8 @@ def _find_linears(model: nn.Module, scaling: str, filtered: Sequence[str]) -> li
     shapes = {name: linears[name].weight.shape for name in names}
     if odd := [f"{name} is {F} x {D}" for name, (F, D) in shapes.items() if F % multiple or D % multiple]:
         raise UserError(
-            f"model.converters = [{converter!r}]: {_some(odd)}, and both sizes must be multiples of {multiple}; name"
-            f" such layers in {option}"
+            f"model.converters = [{converter!r}]: {listed(odd, 4)}, and both sizes must be multiples of {multiple}; "
+            f"name such layers in {option}"
         )
     logger.info(f"{converter}: {len(names)} linear layers, {scaling}; as they were: {len(linears) - len(names)}")
     return names
@@ -258,10 +258,5 @@ def _check_cut(
     if odd:
         raise UserError(
             f"{asked}: {what.format(converter=converter)}: leaves rows or columns that are no multiples of {multiple},"
-            f" {_some(odd)}; choose another degree, or {instead.format(which='such layers', option=option)}"
+            f" {listed(odd, 4)}; choose another degree, or {instead.format(which='such layers', option=option)}"
         )
-
-
-def _some(words: Sequence[str]) -> str:
-    shown = ", ".join(words[:4])
-    return f"{shown} and {len(words) - 4} more" if len(words) > 4 else shown

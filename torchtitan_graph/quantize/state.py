@@ -80,16 +80,16 @@ def refresh(model: nn.Module) -> None:
             each.fill_workspace(weight)
         elif not each.recipe.by_row:
             each.add_workspace(weight)
-    told = {name: each for name, (each, _) in kept.items() if each.amax is not None and each.amax.grad is not None}
-    if told:
-        seen = torch.stack([each.amax.grad for each in told.values()])  # type: ignore[union-attr, misc]
-        check_told_once(list(told), seen)
-        for each, row in zip(told.values(), seen, strict=True):
+    delayed = {name: each for name, (each, _) in kept.items() if each.amax is not None and each.amax.grad is not None}
+    if delayed:
+        seen = torch.stack([each.amax.grad for each in delayed.values()])  # type: ignore[union-attr, misc]
+        check_called_once(list(delayed), seen)
+        for each, row in zip(delayed.values(), seen, strict=True):
             each.see(row)
             each.amax.grad = None  # type: ignore[union-attr]
 
 
-def check_told_once(names: Sequence[str], seen: Tensor) -> None:
+def check_called_once(names: Sequence[str], seen: Tensor) -> None:
     """Raise a UserError if layers' magnitudes are sums over several calls. `seen` is (layers, 3), the third the number
     of calls."""
     if several := [(name, int(times)) for name, times in zip(names, seen[:, 2].tolist(), strict=True) if times > 1]:
@@ -140,7 +140,7 @@ class Float8State:
                 if self._layout.degree(axis) > 1:
                     dist.all_reduce(seen, dist.ReduceOp.MAX, self._layout.group(axis))
             if self._is_first:  # checking waits for the device, and a model calls its layers alike in each step
-                check_told_once(list(self._delayed), seen)
+                check_called_once(list(self._delayed), seen)
                 self._is_first = False
             for kept, row in zip(self._delayed.values(), seen, strict=True):
                 kept.see(row)

@@ -184,7 +184,7 @@ def fixed(x: Tensor) -> Tensor:
         (
             lambda x: x + 1,
             (marked(rows(6), max=4),),
-            r"is 6, which is not within what is declared of it, any to 4",
+            r"is 6, outside the declared bounds, any to 4",
         ),
         (lambda x: x + 1, (mark_beyond(rows(6)),), "x: dimension 2 is marked dynamic, and it has 2 dimensions"),
         (lambda x: x + 1, (marked(rows(6), specialize_on=[bool]),), r"x.shape.0. is marked with specialize_on, but"),

@@ -122,7 +122,7 @@ def test_what_can_not_be_dynamic_is_refused_by_name(fn: Callable, first: tuple, 
             capture(fn, dynamic_shapes=shapes)(*map(rows, first))
 
 
-def test_a_training_step_needs_sizes_to_reckon_with() -> None:
+def test_a_training_step_needs_known_sizes() -> None:
     for capture in CAPTURES.values():
         with pytest.raises(UserError, match=r"x.shape.0. is unbacked: a training step's passes need sizes to reckon"):
             capture(lambda x: x + 1)(marked(rows(6), mark_unbacked))

@@ -40,9 +40,7 @@ def choose_model(job_config: JobConfig, assets: Path | None, tokenizer_vocab_siz
             `model.name` or `model.flavor`, or is of an unknown family or form.
     """
     options = dataclasses.replace(
-        job_config.model,
-        attn=choose_attention(job_config, target),
-        elementwise=choose_elementwise(job_config, target),
+        job_config.model, attn=choose_attention(job_config, target), elementwise=choose_elementwise(job_config, target)
     )
     flavor = options.flavor
     file = (assets or Path()) / "config.json"

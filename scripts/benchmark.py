@@ -39,6 +39,7 @@ import torch.multiprocessing as mp
 from torchtitan_graph import device as devices
 from torchtitan_graph.analysis.liveness import input_memory, peak_memory
 from torchtitan_graph.capture.step import make_eager_step
+from torchtitan_graph.command import make_parser
 from torchtitan_graph.compiler import Inspection, passes, run_passes
 from torchtitan_graph.config import job
 from torchtitan_graph.data.batch import Batch
@@ -354,7 +355,7 @@ def words(text: str) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument(
         "--models",
         type=words,

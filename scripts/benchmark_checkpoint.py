@@ -26,6 +26,7 @@ from benchmark import REGIONS, build, check_numbers, config_of, make_batch
 
 from torchtitan_graph import device as devices
 from torchtitan_graph.checkpoint import Checkpointer
+from torchtitan_graph.command import make_parser
 from torchtitan_graph.config import job
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.optim import build_lr_scheduler, build_optimizer
@@ -98,7 +99,7 @@ def measure(rank: int, args: argparse.Namespace, folder: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--ranks", type=int, default=2, help="number of processes (default 2)")
     parser.add_argument("--family", default="llama3", help="model family (default llama3)")
     parser.add_argument("--flavor", default="mid", help="a flavour, or mid (default): debug at dim 512, 8 layers")

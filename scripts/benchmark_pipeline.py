@@ -24,6 +24,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from benchmark import config_of, integers, make_batch, make_model, peak_bytes
 
+from torchtitan_graph.command import make_parser
 from torchtitan_graph.config import job
 from torchtitan_graph.device import Target
 from torchtitan_graph.forecast import STEP, forecast
@@ -122,7 +123,7 @@ def _seconds(action: PipelineAction, typical: dict[tuple[str, int], float]) -> f
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--ranks", type=integers, default=[2], help="numbers of processes (default 2)")
     parser.add_argument(
         "--schedules", type=lambda s: s.split(","), default=list(SCHEDULES), help="of them (default all)"

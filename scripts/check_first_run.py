@@ -44,9 +44,7 @@ def main(folder: Path) -> int:
         print(f"{folder} is validated on a mixture, which has no entropy of its own", file=sys.stderr)
         return 1
     entropy = unigram_entropy(
-        **corpus,
-        tokenizer=load_tokenizer(config.model.hf_assets_path),
-        seq_len=config.validation.seq_len,
+        **corpus, tokenizer=load_tokenizer(config.model.hf_assets_path), seq_len=config.validation.seq_len
     )
     learned = loss < entropy  # also false for nan
     relation = "below" if learned else "NOT below"

@@ -11,7 +11,6 @@ the columns, and how to send the result in.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import multiprocessing
@@ -36,6 +35,7 @@ from torchtitan_graph.blueprint import Blueprint
 from torchtitan_graph.check import matrix
 from torchtitan_graph.check.kernels import kernels_off
 from torchtitan_graph.check.matrix import BF16, FP32, Cell
+from torchtitan_graph.command import make_parser
 from torchtitan_graph.config import load
 from torchtitan_graph.data.batch import Batch
 from torchtitan_graph.errors import UserError
@@ -379,7 +379,7 @@ def exit_code(rows: Sequence[Row]) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--minutes", type=float, default=10, help="what is left then is not run (default 10)")
     parser.add_argument("--json", type=Path, default=Path("check_gpu.json"), help="(default check_gpu.json)")
     parser.add_argument(

@@ -14,7 +14,6 @@ and of rounds, in each of which a forecast with a replay of its own stands besid
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -32,6 +31,7 @@ from benchmark import make_batch, peak_bytes
 
 from torchtitan_graph.blueprint import Blueprint
 from torchtitan_graph.capture.state import local_part
+from torchtitan_graph.command import make_parser
 from torchtitan_graph.config import load
 from torchtitan_graph.parallel.join import join
 from torchtitan_graph.plan.on_cpu import ThisCpu
@@ -188,7 +188,7 @@ def compare(name: str, num_rounds: int, num_steps: int, port: int) -> Cell:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--only", default="", help="words that a cell's name must have, one of them")
     parser.add_argument("--rounds", type=int, default=3, help="forecasts and runs of each cell (default 3)")
     parser.add_argument("--steps", type=int, default=7, help="measured steps of a run (default 7)")

@@ -6,18 +6,13 @@ What train.py takes is taken here as well; NGPU=64 in front compares one rank of
 the same, with 1 if they differ or only one capture takes the step, with 2 if the configuration is refused.
 """
 
-import argparse
 import functools
 from collections.abc import Sequence
 
-import torch.distributed as dist
-
-from torchtitan_graph.blueprint import Blueprint
 from torchtitan_graph.check.captures import Comparing
-from torchtitan_graph.command import command, run_command
-from torchtitan_graph.config import DRY, check, load, ranks_asked_for, read_beside
-from torchtitan_graph.log import logger
-from torchtitan_graph.torch_private.distributed import init_fake_process_group
+from torchtitan_graph.command import command, make_parser, run_command
+from torchtitan_graph.config import DRY, load, read_beside
+from torchtitan_graph.plan.ranks import dry_rank
 
 
 def compare(words: Sequence[str]) -> Comparing:
@@ -26,27 +21,17 @@ def compare(words: Sequence[str]) -> Comparing:
     Raises:
         UserError: as a run of that configuration, or both captures fail on a step.
     """
-    config = load([*words, *DRY])
-    world_size = ranks_asked_for() or 1
-    for notice in check(config, world_size):
-        logger.warning(notice)
-    blueprint = Blueprint(config, world_size)
     comparing = Comparing()
-    blueprint.capture = functools.partial(comparing, **blueprint.capture.keywords)
-    init_fake_process_group(world_size, config.comm.fake_rank)
-    try:
+    with dry_rank(load([*words, *DRY])) as blueprint:
+        blueprint.capture = functools.partial(comparing, **blueprint.capture.keywords)
         blueprint.dry_run()
-    finally:
-        dist.destroy_process_group()
     return comparing
 
 
 @command
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument("--values", action="store_true", help="list what the graph rests on beside its inputs")
+    parser = make_parser(__doc__, allow_abbrev=False)
+    parser.add_argument("--values", action="store_true", help="list the Python values that the graph depends on")
     options, of_training = read_beside(parser, argv)
     found = compare(of_training).found
     for number, each in enumerate(found, 1):

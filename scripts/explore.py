@@ -5,7 +5,6 @@ training are taken, as --training.seq_len 512; NGPU=64 in front shows one rank o
 does: nothing is allocated or sent. The page is one HTML file, and opens without a network.
 """
 
-import argparse
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,27 +18,24 @@ import torchtitan_graph
 from torchtitan_graph.analysis.liveness import input_memory
 from torchtitan_graph.analysis.measured import find_trace, has_traces, measured
 from torchtitan_graph.analysis.scopes import charges, in_a_row
-from torchtitan_graph.blueprint import Blueprint
-from torchtitan_graph.command import command, run_command
-from torchtitan_graph.config import DRY, JobConfig, check, load, ranks_asked_for, read_beside
+from torchtitan_graph.command import command, make_parser, run_command
+from torchtitan_graph.config import DRY, JobConfig, load, ranks_asked_for, read_beside
 from torchtitan_graph.device import GIB
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.explorer import PassWatch, Strings, graph_data, page, run_data
 from torchtitan_graph.forecast import forecast
 from torchtitan_graph.log import logger
+from torchtitan_graph.plan.ranks import dry_rank
 from torchtitan_graph.run.files import check_result, write_result
 from torchtitan_graph.steps import Graphs, build_graphs
 from torchtitan_graph.steps.budget import EARLIER, INPUTS
-from torchtitan_graph.steps.choices import check_disabled
-from torchtitan_graph.torch_private.distributed import init_fake_process_group
 
 EVALUATION = "One microbatch of evaluation: forward alone."
 STAGE = "One microbatch, with what the stage does once a step; its parts run one after another, each holding its own."
 
 
 def with_records(config: JobConfig) -> JobConfig:
-    """Set the options for graphs with the places and source lines of calls, which the page shows. Precompiled graphs
-    are traced again, to equal ones.
+    """Set the options that record call hierarchies and source lines, which the page shows.
 
     Raises:
         UserError: its graphs can't have them.
@@ -49,12 +45,11 @@ def with_records(config: JobConfig) -> JobConfig:
             f"compile.capture = {config.compile.capture}: its nodes do not know which calls made them; explore the "
             "same step with --compile.capture make_fx"
         )
-    config.compile.precompiled = None
     config.compile.record_call_hierarchy = config.debug.stack_traces = True
     return config
 
 
-def build(config: JobConfig, world_size: int, trace: Path | None) -> dict[str, Any]:
+def build(config: JobConfig, trace: Path | None) -> dict[str, Any]:
     """Build a configuration's graphs, as a dry run does, and return the page's data.
 
     Args:
@@ -63,48 +58,41 @@ def build(config: JobConfig, world_size: int, trace: Path | None) -> dict[str, A
     Raises:
         UserError: as a run of that configuration; or the profile is of other graphs.
     """
-    check_disabled(config.compile.disable_passes)
-    blueprint, watch = Blueprint(config, world_size), PassWatch()
-    # Nothing is written except the page, and no number is computed.
-    silent = dict(dump_to=None, picture=None, verify=False)
-    if trace is not None:  # of a graph that ran: its norms are this machine's
-        silent["target"] = dataclasses.replace(blueprint.target, fused_norms=False)
-    blueprint.options = dataclasses.replace(blueprint.options, look=watch.look, **silent)
-    init_fake_process_group(world_size, config.comm.fake_rank)
-    try:
+    watch = PassWatch()
+    with dry_rank(config) as blueprint:
+        # Nothing is written except the page, and nothing is computed. A profiled graph has run: its norms are this
+        # machine's.
+        target = blueprint.target if trace is None else dataclasses.replace(blueprint.target, fused_norms=False)
+        blueprint.options = dataclasses.replace(
+            blueprint.options, look=watch.look, dump_to=None, picture=None, verify=False, target=target
+        )
         assembly = blueprint.assembly
         graphs = build_graphs(assembly)
-        told = forecast(assembly, graphs, config.optimizer)
+        of_rank = forecast(assembly, graphs, config.optimizer)
         costs, (_, seq_len) = assembly.costs, blueprint.options.rows
         strings, shown = Strings(), []
-        found = [(each, seq_len, [STAGE] * (len(each.parts) > 1), told.rest) for each in _of_training(graphs)]
+        found = [(each, seq_len, [STAGE] * (len(each.parts) > 1), of_rank.rest) for each in _of_training(graphs)]
         seconds = measured(trace, [gm for each, *_ in found for gm in each.parts]) if trace is not None else {}
         if blueprint.options.eval_rows is not None:
-            rest = {name: size for name, size in told.rest.items() if name != EARLIER}
+            rest = {name: size for name, size in of_rank.rest.items() if name != EARLIER}
             found += [(each, blueprint.options.eval_rows[1], [EVALUATION], rest) for each in _of_evaluation(graphs)]
         for (name, whole, parts), length, notes, rest in found:
             costs = dataclasses.replace(costs, visible=blueprint.model.visible_in_one_document(length))
             charged = in_a_row([charges(gm, costs, seconds.get(gm.meta["name"])) for gm in parts])
             rest = rest | {INPUTS: input_memory(whole)}
             shown.append(graph_data(name, parts, charged, costs, watch.graphs[name], strings, notes, rest))
-        facts = [
-            f"rank {dist.get_rank()} of {world_size}, {assembly.layout}; "
-            f"estimates by the rates of {costs.rates.name}; "
-            f"torchtitan_graph {torchtitan_graph.__version__}, torch {torch.__version__}",
-        ]
-        title = f"{config.model.name} {config.model.flavor or 'as in config.json'}"
-        planned = f"{told.in_all / GIB:.3f} GiB{told.untold}"
-        needs = told.lines()
+        versions = f"torchtitan_graph {torchtitan_graph.__version__}, torch {torch.__version__}"
         return {
-            "title": title,
-            "facts": facts,
-            "planned": planned,
-            "needs": needs,
+            "title": f"{config.model.name} {config.model.flavor or 'as in config.json'}",
+            "facts": [
+                f"rank {dist.get_rank()} of {dist.get_world_size()}, {assembly.layout}; estimates by the rates of "
+                f"{costs.rates.name}; {versions}"
+            ],
+            "planned": f"{of_rank.in_all / GIB:.3f} GiB{of_rank.untold}",
+            "needs": of_rank.lines(),
             "strings": strings.table,
             "graphs": shown,
         }
-    finally:
-        dist.destroy_process_group()
 
 
 class Shown(NamedTuple):
@@ -136,9 +124,7 @@ def _of_evaluation(graphs: Graphs) -> list[Shown]:
 
 @command
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = make_parser(__doc__, allow_abbrev=False)
     parser.add_argument(
         "-o",
         "--output",
@@ -151,12 +137,10 @@ def main(argv: Sequence[str]) -> int:
     check_result("-o", options.output)
     config = with_records(load([*of_training, *DRY]))
     run = Path(config.job.config_file or "")
-    world_size = ranks_asked_for() or 1
-    for notice in check(config, world_size):
-        logger.warning(notice)
     is_run = config.job.config_file is not None and run.is_dir()
-    trace = find_trace(run, config.comm.fake_rank, world_size) if is_run and has_traces(run) else None
-    data = build(config, world_size, trace)
+    has_profile = is_run and has_traces(run)
+    trace = find_trace(run, config.comm.fake_rank, ranks_asked_for() or 1) if has_profile else None
+    data = build(config, trace)
     if is_run:
         data["run"] = run_data(run, options.output)
         data["run"]["facts"].append(["peak memory, planned", data["planned"]])

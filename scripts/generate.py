@@ -6,7 +6,6 @@ new token runs the model on the whole text so far: enough to see what a model ha
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import sys
 from pathlib import Path
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 
 from torchtitan_graph import device as devices
 from torchtitan_graph.checkpoint import load_model, newest_below
+from torchtitan_graph.command import make_parser
 from torchtitan_graph.config import load, target_of
 from torchtitan_graph.data.tokenizer import Tokenizer, find_assets, load_tokenizer
 from torchtitan_graph.errors import UserError
@@ -105,7 +105,7 @@ def choose(logits_V: Tensor, temperature: float, top_k: int, generator: torch.Ge
 
 @torch.no_grad()
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("model", type=Path, help="a run's folder, one `step-N` of it, or a Hugging Face folder")
     parser.add_argument("prompt", nargs="?", default="", help="text to continue (default: none)")
     parser.add_argument(

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from torchtitan_graph.command import make_parser
 from torchtitan_graph.data.corpus import ShuffledCorpus, document_key
 from torchtitan_graph.data.open_corpus import open_corpus
 from torchtitan_graph.data.shards import write_shards
@@ -117,7 +118,7 @@ def pretokenize(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--dataset", default="stdlib", help="corpus, as training.dataset")
     parser.add_argument("--dataset_path", help="as training.dataset_path")
     parser.add_argument("--split", default="train", choices=("train", "validation"), help="where it has its own splits")

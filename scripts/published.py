@@ -8,7 +8,6 @@ says what was fitted to them, and where the forecast misses.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import logging
@@ -22,6 +21,7 @@ from torch.fx import Node
 
 from torchtitan_graph.analysis.cost import OTHER, PRODUCT, Costs, Work
 from torchtitan_graph.blueprint import Blueprint
+from torchtitan_graph.command import make_parser
 from torchtitan_graph.config.job import JobConfig
 from torchtitan_graph.device import GIB, Target
 from torchtitan_graph.errors import UserError
@@ -154,7 +154,7 @@ def told(figure: Published, job: BuiltJob, rates: Rates) -> JobForecast:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--only", default="", help="rows whose name has this in it")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the table as data too")
     options = parser.parse_args()

@@ -7,12 +7,11 @@ are taken too. docs/tune/roofline.md explains the figures.
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from torchtitan_graph.command import command, run_command
+from torchtitan_graph.command import command, make_parser, run_command
 from torchtitan_graph.config import read_beside
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.plan.ranks import CPU, configuration
@@ -20,21 +19,18 @@ from torchtitan_graph.plan.roofline import as_data, lines, roofline
 from torchtitan_graph.rates import RATES, find_rates
 from torchtitan_graph.run.files import check_result, write_result
 
+OTHERS = "Other options are those of python -m torchtitan_graph.train --help."
+
 
 @command
 def main(argv: Sequence[str]) -> int:
     """Print the roofline for the arguments. Return the exit code: 0 done, 2 for a UserError."""
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-        epilog="Other options are those of python -m torchtitan_graph.train --help.",
-    )
+    parser = make_parser(__doc__, allow_abbrev=False, epilog=OTHERS)
     devices = [name.lower() for name in RATES if name != CPU]
     names = ", ".join(devices)
     parser.add_argument("--device", default="h100", help=f"{names}, or your own file, such as my.toml (default h100)")
     parser.add_argument("--world", type=int, default=1, help="the number of devices; one if not given")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the same as data too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures as data too")
     options, of_training = read_beside(parser, argv)
     rates = find_rates(options.device, devices)
     if rates.name == CPU:

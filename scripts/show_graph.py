@@ -6,7 +6,6 @@ line has the value's dtype and shape, phase, module, line of source, and after |
 
 import argparse
 import collections
-import contextlib
 import dataclasses
 import difflib
 import fnmatch
@@ -15,28 +14,25 @@ import html
 import math
 import re
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from torchtitan_graph.analysis.liveness import takes_memory
 from torchtitan_graph.analysis.measured import find_trace
-from torchtitan_graph.blueprint import Blueprint
-from torchtitan_graph.command import command, run_command
+from torchtitan_graph.command import command, make_parser, run_command
 from torchtitan_graph.compiler import PassPlan, passes
-from torchtitan_graph.config import DRY, JobConfig, check, load, ranks_asked_for, read_beside
+from torchtitan_graph.config import DRY, JobConfig, load, read_beside
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.formats.show import without_bytes
-from torchtitan_graph.log import logger
+from torchtitan_graph.plan.ranks import dry_rank
 from torchtitan_graph.run.files import check_result, write_result
 from torchtitan_graph.small_files import read_text
 from torchtitan_graph.steps import build_graphs
-from torchtitan_graph.steps.choices import check_disabled, plan_extra
+from torchtitan_graph.steps.choices import plan_extra
 from torchtitan_graph.steps.table import DEPTH, step_table
-from torchtitan_graph.torch_private.distributed import init_fake_process_group
 
 MAX_BYTES = 2**30  # of a graph's text; one of 150,000 nodes has about 40 MB
 _CALL = re.compile(r"    \w+ = ([\w.]+)")
@@ -166,37 +162,16 @@ def passes_of(config: JobConfig) -> list[str]:
     return ["traced", *(each.name for each in ordered if each.name not in config.compile.disable_passes)]
 
 
-@contextlib.contextmanager
-def dry(words: Sequence[str]) -> Iterator[Blueprint]:
-    """Yield the blueprint of a configuration's dry run, without evaluation, on a fake process group.
-
-    Raises:
-        UserError: as a run of that configuration.
-    """
-    config, world_size = load([*words, *DRY]), ranks_asked_for() or 1
-    config.compile.precompiled = None  # it has only the last pass' graph; traced again, graphs are the same
-    for notice in check(config, world_size):
-        logger.warning(notice)
-    check_disabled(config.compile.disable_passes)
-    blueprint = Blueprint(config, world_size)
-    blueprint.options = dataclasses.replace(blueprint.options, eval_rows=None)
-    init_fake_process_group(world_size, config.comm.fake_rank)
-    try:
-        yield blueprint
-    finally:
-        dist.destroy_process_group()
-
-
 def build(words: Sequence[str], folder: Path, wanted: Sequence[str], parser: argparse.ArgumentParser) -> None:
     """Build the graphs of a configuration, and write those after the wanted passes, or the last.
 
     Raises:
         UserError: as a run of that configuration.
     """
-    with dry([*words, "--debug.dump_graphs", "--job.dump_folder", str(folder)]) as blueprint:
+    with dry_rank(load([*words, "--debug.dump_graphs", "--job.dump_folder", str(folder), *DRY])) as blueprint:
         names = passes_of(blueprint.config)
         chosen = [check_name(name, names, parser) for name in wanted] or names[-1:]
-        blueprint.options = dataclasses.replace(blueprint.options, dump_only=chosen)
+        blueprint.options = dataclasses.replace(blueprint.options, dump_only=chosen, eval_rows=None)
         blueprint.dry_run()
 
 
@@ -208,27 +183,22 @@ def table(words: Sequence[str], by: str, depth: int, profile: Path | None) -> li
     Raises:
         UserError: as a run of that configuration; or the profile is of another.
     """
-    if profile is not None and profile.is_dir() and not any(_names_config(word) for word in words):
+    names = {word.partition("=")[0].replace("-", "_") for word in words}
+    if profile is not None and profile.is_dir() and "__job.config_file" not in names:
         words = ["--job.config_file", str(profile), *words]
-    with dry([*words, "--compile.record_call_hierarchy"]) as blueprint:
+    with dry_rank(load([*words, "--compile.record_call_hierarchy", *DRY])) as blueprint:
         of_rank = (blueprint.config.comm.fake_rank, blueprint.dims.num_ranks)
         trace = find_trace(profile, *of_rank) if profile is not None else None
-        if trace is not None:  # of a graph that ran: its norms are this machine's
-            target = dataclasses.replace(blueprint.target, fused_norms=False)
-            blueprint.options = dataclasses.replace(blueprint.options, target=target)
+        # A profiled graph has run: its norms are this machine's.
+        target = blueprint.target if trace is None else dataclasses.replace(blueprint.target, fused_norms=False)
+        blueprint.options = dataclasses.replace(blueprint.options, eval_rows=None, target=target)
         graphs = build_graphs(blueprint.assembly)
         return step_table(blueprint.assembly, graphs, by=by, depth=depth, trace=trace)
 
 
-def _names_config(word: str) -> bool:
-    return word.partition("=")[0] in ("--job.config_file", "--job.config-file")
-
-
-def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of the options that are not training's."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+def own_options() -> argparse.ArgumentParser:
+    """Return the parser of the options that training doesn't have."""
+    parser = make_parser(__doc__, allow_abbrev=False)
     parser.add_argument("--graphs", type=Path, help="show those that a run with debug.dump_graphs wrote to this folder")
     parser.add_argument("--stage", type=int, help="of a pipeline (default the rank's first)")
     parser.add_argument("--after", help="the pass after which to show it; traced: before any (default the last)")
@@ -253,7 +223,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 @command
 def main(argv: Sequence[str]) -> int:
-    parser = make_parser()
+    parser = own_options()
     options, of_training = read_beside(parser, argv)
     given = [name for name in vars(options) if getattr(options, name) != parser.get_default(name)]
     alone = {"by": ("depth", "profile"), "diff": ("graphs", "stage")}  # other options of such a table, or difference

@@ -7,7 +7,6 @@ and on two. A failure is shown on a graph that is as small as could be found, in
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch
 from torchtitan_graph.check.case import find_pass
 from torchtitan_graph.check.passes import Wanted, checks
 from torchtitan_graph.check.runner import parse, report
+from torchtitan_graph.command import make_parser
 from torchtitan_graph.config.job import ExtraPass
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.models.spec import family_names, load_family
@@ -24,11 +24,7 @@ from torchtitan_graph.models.spec import family_names, load_family
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print a line for every check, and a summary. Return 0 if nothing failed, else 1."""
-    parser = argparse.ArgumentParser(
-        prog="python -m torchtitan_graph.check_pass",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser(__doc__, prog="python -m torchtitan_graph.check_pass")
     parser.add_argument("name", help="the pass, as my_pkg.my_pass, found on PYTHONPATH")
     parser.add_argument("--after", default="bucket_collectives", help="the pass it follows (default %(default)s)")
     parser.add_argument("--inexact", action="store_true", help="it may round: what exact = false promises")

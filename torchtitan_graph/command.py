@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
 import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import init_logging, logger
+
+
+def make_parser(doc: str | None, **others: Any) -> argparse.ArgumentParser:
+    """Return a parser whose help begins with a module's docstring, as it stands there."""
+    return argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, **others)
 
 
 def command(main: Callable[[Sequence[str]], int]) -> Callable[..., int]:

@@ -76,12 +76,7 @@ class Comparing:
         self.found: list[Comparison] = []
 
     def __call__(
-        self,
-        fn: Callable[..., Any],
-        module: nn.Module | None = None,
-        *,
-        stack_traces: bool = False,
-        **others: Any,
+        self, fn: Callable[..., Any], module: nn.Module | None = None, *, stack_traces: bool = False, **others: Any
     ) -> Callable[..., TracedResult]:
         """Capture both ways. `others` are a `Capture`'s other arguments; those for one capture make the other refuse.
 

@@ -57,6 +57,7 @@ TIMEOUT_S = 900.0
 MODULE = "the module defines FLAVORS, Model, PLAN and HF_KEYS, and the model can be built"
 PLAN = "PLAN has a role for every parameter, and its sizes can be halved"
 KEYS = "HF_KEYS has a name for every parameter"
+FSDP2 = "what the same ranks compute with FSDP2 and autograd"
 
 LAYOUTS = {
     "one rank": ParallelDims(),
@@ -66,10 +67,7 @@ LAYOUTS = {
     "EP 2": ParallelDims(dp_shard=2, ep=2),
     "PP 2": ParallelDims(pp=2),
 }
-MORE_LAYOUTS = {
-    "DDP 2": ParallelDims(dp_replicate=2),
-    "FSDP 2 x TP 2": ParallelDims(dp_shard=2, tp=2),
-}
+MORE_LAYOUTS = {"DDP 2": ParallelDims(dp_replicate=2), "FSDP 2 x TP 2": ParallelDims(dp_shard=2, tp=2)}
 
 
 def checks(name: str, flavor: str, attns: list[str], full: bool) -> Iterator[Check]:
@@ -81,7 +79,8 @@ def checks(name: str, flavor: str, attns: list[str], full: bool) -> Iterator[Che
     for attn in attns:
         here = partial(cell, attn=attn)
         yield Check(f"{attn}: no token sees a later one or another document", partial(check_visibility, here()), MODULE)
-        yield Check(f"{attn}, one rank, fp32: the graph is plain autograd", partial(check_plain, here()), MODULE)
+        of_plain = partial(check_bits, here(), _plain, "what the module computes when it is called")
+        yield Check(f"{attn}, one rank, fp32: the graph is plain autograd", of_plain, MODULE)
         for layout, dims in (LAYOUTS | MORE_LAYOUTS if full else LAYOUTS).items():
             needs = PLAN if dims.tp > 1 else MODULE
             if dims.num_ranks > 1:
@@ -90,12 +89,12 @@ def checks(name: str, flavor: str, attns: list[str], full: bool) -> Iterator[Che
                 needs = title if dims.cp * dims.ep > 1 else needs  # it explains why a family can't be laid out so
             for precision, word in ((FP32, "fp32"), (BF16, "bf16")) if dims.pp == 1 else ():
                 title = f"{attn}, {layout}, {word}: the graph is eager FSDP2"
-                yield Check(title, partial(check_eager, here(dims, precision)), needs)
+                yield Check(title, partial(check_bits, here(dims, precision), _eager, FSDP2), needs)
         for policy in fixed_policies():
             if policy.recompute != Recompute():
                 title = f"{attn}, FSDP 2, bf16: recomputation ({policy.name})"
                 recomputed = here(LAYOUTS["FSDP 2"], BF16, recompute=policy.recompute)
-                yield Check(title, partial(check_recompute, recomputed), MODULE)
+                yield Check(title, partial(check_bits, recomputed, _kept, "what it does when all is kept"), MODULE)
     saved = "FSDP 2 x TP 2" if full else "FSDP 2"
     yield Check(
         f"a checkpoint of {saved} is read on one rank",
@@ -170,23 +169,25 @@ def _refuse(differing: list[str], what: str) -> None:
         raise Failed(f"{what}. First to differ: {', '.join(differing[:3])}{more}")
 
 
-def check_plain(cell: Cell) -> None:
-    (differing,) = _everywhere(_differ_from_plain, cell)
-    _refuse(differing, "the graph does not compute what the module computes when it is called")
+def check_bits(cell: Cell, expected: Callable[[Cell], Seen], what: str) -> None:
+    """Check that the graph gives the bits of another way to train, on all ranks."""
+    for differing in _everywhere(_differ_from, cell, expected):
+        _refuse(differing, f"the graph does not compute {what}")
 
 
-def _differ_from_plain(cell: Cell) -> list[str]:
-    graph = {name: local_part(x) for name, x in train(cell, build_graph(cell)).items()}
-    return bits_that_differ(train(cell, build_plain(cell)), graph)
+def _differ_from(cell: Cell, expected: Callable[[Cell], Seen]) -> list[str]:
+    found = _by_graph(cell)
+    if expected is _plain:  # without DTensors
+        found = {name: local_part(x) for name, x in found.items()}
+    return bits_that_differ(expected(cell), found)
 
 
-def check_eager(cell: Cell) -> None:
-    for differing in _everywhere(_differ_from_eager, cell):
-        _refuse(differing, "the graph does not compute what the same ranks compute with FSDP2 and autograd")
+def _eager(cell: Cell) -> Seen:
+    return train(cell, build_eager(cell))
 
 
-def _differ_from_eager(cell: Cell) -> list[str]:
-    return bits_that_differ(train(cell, build_eager(cell)), _by_graph(cell))
+def _kept(cell: Cell) -> Seen:
+    return _by_graph(dataclasses.replace(cell, recompute=Recompute()))
 
 
 @functools.lru_cache(maxsize=4)
@@ -219,7 +220,7 @@ def _cause(dims: ParallelDims) -> str:
     if dims.cp > 1:
         return "attention: every key and value must go through `seen`, after its position is applied"
     if dims.pp > 1:
-        return "what forward does beside calling its modules one after the other"
+        return "what forward does except calling its modules one after the other"
     return "PLAN's roles of the module that is named" if dims.tp > 1 else "what in forward depends on the rows"
 
 
@@ -230,16 +231,6 @@ def _plain(cell: Cell) -> Seen:
 
 def _whole(cell: Cell) -> Seen:
     return gathered(cell, train(cell, build_graph(cell)))
-
-
-def check_recompute(cell: Cell) -> None:
-    for differing in _everywhere(_differ_if_recomputed, cell):
-        _refuse(differing, "what is computed again in backward is not what was computed in forward")
-
-
-def _differ_if_recomputed(cell: Cell) -> list[str]:
-    kept = dataclasses.replace(cell, recompute=Recompute())
-    return bits_that_differ(_by_graph(kept), _by_graph(cell))
 
 
 # --- files ----------------------------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.fx import GraphModule
 
@@ -39,7 +38,7 @@ from torchtitan_graph.models.layers.init import initialize
 from torchtitan_graph.models.spec import load_family
 from torchtitan_graph.parallel.layout import Layout, ParallelDims
 from torchtitan_graph.steps import Assembly, build_graphs, build_steps
-from torchtitan_graph.torch_private.distributed import init_fake_process_group
+from torchtitan_graph.torch_private.distributed import fake_process_group
 
 # For these only graphs are built: nothing runs.
 LARGE_LAYOUTS = {
@@ -98,7 +97,7 @@ def _laid_out(cell: Cell, dims: ParallelDims, precision: Any) -> Cell:
 
 def check_changed(changed: list[bool]) -> None:
     if not any(changed):
-        raise Failed("no graph is another after it: does it look for what is there, and is --after its place?")
+        raise Failed("it changes no graph: do the nodes exist that it looks for, and is --after its place?")
 
 
 # --- graphs, one rank at a time ---------------------------------------------------------------------------------------
@@ -118,9 +117,7 @@ def check_graphs(cell: Cell, wanted: Wanted, changed: list[bool]) -> str:
     """Build the graphs of a job's ranks, one rank after the other, and check the effect of the pass on each."""
     skip_unless_planned(cell)
     per_stage = cell.dims.num_ranks // cell.dims.pp
-    ranks = (
-        range(cell.dims.num_ranks) if cell.dims.num_ranks <= 2 else sorted({0, per_stage - 1, cell.dims.num_ranks - 1})
-    )
+    ranks = sorted({0, per_stage - 1, cell.dims.num_ranks - 1})  # all of two
     by_rank = {rank: _changes(cell, wanted, rank) for rank in ranks}
     for rank, changes in by_rank.items():
         first = min(r for r in by_rank if r // per_stage == rank // per_stage)
@@ -129,10 +126,10 @@ def check_graphs(cell: Cell, wanted: Wanted, changed: list[bool]) -> str:
                 _fail(cell, wanted, PassFailure("order", f"rank {rank} sends in another order: {said}"))
     everything = [change for changes in by_rank.values() for change in changes]
     changed.append(any(change.is_changed for change in everything))
-    return _told([change for change in by_rank[0] if change.trains])
+    return _summary([change for change in by_rank[0] if change.trains])
 
 
-def _told(changes: Sequence[_Change]) -> str:
+def _summary(changes: Sequence[_Change]) -> str:
     """Return the changes in the graphs of rank 0's training as text."""
     words = []
     for i, (word, unit) in enumerate((("nodes", 1), ("peak", _MIB), ("received", _MIB))):
@@ -145,15 +142,12 @@ def _told(changes: Sequence[_Change]) -> str:
 def _changes(cell: Cell, wanted: Wanted, rank: int) -> list[_Change]:
     """Build one rank's graphs; return the changes by the pass, in order."""
     own, found = find_pass(wanted.entry), list[_Change]()
-    init_fake_process_group(cell.dims.num_ranks, rank)
-    try:
+    with fake_process_group(cell.dims.num_ranks, rank):
         layout = cell.dims.layout("cpu")
         watched = own._replace(run=lambda gm: _watch(cell, wanted, own, gm, layout, found))
         options = dataclasses.replace(cell.options("graph"), extra=[Extra(wanted.entry.after, watched)])
         options = dataclasses.replace(options, eval_rows=(NUM_ROWS, SEQ_LEN))
         build_graphs(Assembly(build_model(cell), load_family(cell.family), layout, options))
-    finally:
-        dist.destroy_process_group()
     return found
 
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torchtitan_graph.blueprint import Blueprint
-from torchtitan_graph.command import command, run_command
+from torchtitan_graph.command import command, make_parser, run_command
 from torchtitan_graph.config import read_beside
 from torchtitan_graph.device import host_peak_memory_gib
 from torchtitan_graph.errors import UserError
@@ -32,13 +32,8 @@ from torchtitan_graph.run.files import check_result, write_result
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the options that training doesn't have."""
-    made = argparse.ArgumentParser(
-        prog="python -m torchtitan_graph.plan",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-        epilog="Other options are those of python -m torchtitan_graph.train --help.",
-    )
+    epilog = "Other options are those of python -m torchtitan_graph.train --help."
+    made = make_parser(__doc__, prog="python -m torchtitan_graph.plan", allow_abbrev=False, epilog=epilog)
     names = ", ".join(name.lower() for name in RATES)
     made.add_argument("--world", type=int, required=True, help="the number of devices")
     made.add_argument("--device", required=True, help=f"{names}, or a file of your own, such as my.toml")

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
-import torch.distributed as dist
 from torch.fx import GraphModule
 
 from torchtitan_graph.analysis.cost import Link
 from torchtitan_graph.blueprint import Blueprint
 from torchtitan_graph.capture.traced import TracedResult
-from torchtitan_graph.config import DRY, JobConfig, check, load
+from torchtitan_graph.config import DRY, JobConfig, check, load, ranks_asked_for
 from torchtitan_graph.config.check import MOST_RANKS
 from torchtitan_graph.config.job import OPTIONS
 from torchtitan_graph.device import Target
@@ -28,7 +28,7 @@ from torchtitan_graph.rates import Rates
 from torchtitan_graph.steps import Graphs, StepOptions, build_graphs
 from torchtitan_graph.steps.choices import check_disabled
 from torchtitan_graph.steps.held import in_flight
-from torchtitan_graph.torch_private.distributed import init_fake_process_group
+from torchtitan_graph.torch_private.distributed import fake_process_group
 
 CPU = "CPU"  # name of this machine's CPU as a device
 
@@ -87,11 +87,30 @@ def configuration(words: Sequence[str], world_size: int) -> JobConfig:
         raise UserError(f"comm.fake_rank = {rank}: is of a dry run; a forecast is of all ranks, so leave it out")
     if (device := config.comm.fake_device) != OPTIONS["comm.fake_device"].default:
         raise UserError(f"comm.fake_device = {device}: is of a dry run; here --device says it, so leave it out")
-    config.compile.precompiled = None  # they are of one layout; graphs traced here are equal
+    return _checked(config, world_size)
+
+
+def _checked(config: JobConfig, world_size: int) -> JobConfig:
+    """Return the configuration once a run would accept it. Its graphs are traced: precompiled ones are equal, but of
+    one layout, and after the last pass only."""
+    config.compile.precompiled = None
     for notice in check(config, world_size):
         logger.warning(notice)
     check_disabled(config.compile.disable_passes)
     return config
+
+
+@contextlib.contextmanager
+def dry_rank(config: JobConfig) -> Iterator[Blueprint]:
+    """Yield the blueprint of one of the ranks that NGPU asks for, on a fake process group.
+
+    Raises:
+        UserError: as a run of that configuration.
+    """
+    world_size = ranks_asked_for() or 1
+    blueprint = Blueprint(_checked(config, world_size), world_size)
+    with fake_process_group(world_size, config.comm.fake_rank):
+        yield blueprint
 
 
 def build(config: JobConfig, world_size: int, rates: Rates, make: Callable[..., Blueprint] = Blueprint) -> BuiltJob:
@@ -128,8 +147,7 @@ def _ranks_at(places: Sequence[int], blueprint: Blueprint, world_size: int) -> d
     """Return the ranks at some places along pp, with the graphs of the first, which is built."""
     num_ranks = world_size // blueprint.dims.pp
     stands_for = "gloo" if blueprint.target.rates.name == CPU else "nccl"
-    init_fake_process_group(world_size, places[0] * num_ranks, stands_for)
-    try:
+    with fake_process_group(world_size, places[0] * num_ranks, stands_for):
         assembly = blueprint.assembly
         options, model = assembly.options, assembly.model
         graphs = build_graphs(assembly)
@@ -139,11 +157,9 @@ def _ranks_at(places: Sequence[int], blueprint: Blueprint, world_size: int) -> d
         for place in places:
             names = _names(options, places[0], place) or {name: name for name in model.modules_in_order}
             own = _renamed(graphs, options, names, place)
-            told = forecast(assembly, own, blueprint.config.optimizer, place)
-            found[place] = Rank(place * num_ranks, own, links, told, visible, names)
-    finally:
-        dist.destroy_process_group()
-    return found
+            of_rank = forecast(assembly, own, blueprint.config.optimizer, place)
+            found[place] = Rank(place * num_ranks, own, links, of_rank, visible, names)
+        return found
 
 
 def _names(options: StepOptions, built: int, place: int) -> dict[str, str]:

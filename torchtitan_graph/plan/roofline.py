@@ -260,7 +260,7 @@ def _class(node: Node, loss: Container[Node], work: Work) -> str:
 
 ALL = "in all"
 _SHOWN = 0.0005  # share of a step: smaller modules are summed up in one line
-_TOLD = {
+_TITLES = {
     UNFUSED: "at the peaks, unfused",
     FUSED: "at the peaks, fused",
     UNCOMPILED: "realistic, unfused: as planned",
@@ -296,7 +296,7 @@ def lines(found: Roofline) -> list[str]:
         f"  {'':36}{'GB':>9}{'MFU':>9}{'GB':>9}{'MFU':>9}{'ms':>9}{'MFU':>9}  bound by",
         *(_row(name, costs, rates) for name, costs in rows.items()),
         f"{'  the step':38}{'ms':>10}{'MFU':>10}",
-        *(f"  {told:36}{found.seconds(how) * 1e3:10.2f}{found.mfu(how):10.1%}" for how, told in _TOLD.items()),
+        *(f"  {title:36}{found.seconds(how) * 1e3:10.2f}{found.mfu(how):10.1%}" for how, title in _TITLES.items()),
     ]
 
 
@@ -318,14 +318,9 @@ def _mfu(cost: OperatorCost, rates: Rates) -> float:
 def as_data(found: Roofline) -> dict[str, Any]:
     """Return a roofline as plain data: bytes, seconds and FLOPs."""
 
-    def told(cost: OperatorCost) -> dict[str, Any]:
-        return {
-            "flops": cost.flops,
-            "bytes": cost.moved,
-            "received": cost.received,
-            "seconds": cost.time,
-            "bound_by": dict(cost.seconds),
-        }
+    def figures(cost: OperatorCost) -> dict[str, Any]:
+        own = {"flops": cost.flops, "bytes": cost.moved, "received": cost.received}
+        return {**own, "seconds": cost.time, "bound_by": dict(cost.seconds)}
 
     return {
         "config": dump_toml(found.job.config),
@@ -337,9 +332,10 @@ def as_data(found: Roofline) -> dict[str, Any]:
             how: {
                 "seconds": found.seconds(how),
                 "mfu": found.mfu(how),
-                "classes": {name: told(cost) for name, cost in found.by_class(how).items()},
+                "classes": {name: figures(cost) for name, cost in found.by_class(how).items()},
                 "modules": {
-                    name: {**told(cost), "mfu": _mfu(cost, found.rates)} for name, cost in found.by_module(how).items()
+                    name: {**figures(cost), "mfu": _mfu(cost, found.rates)}
+                    for name, cost in found.by_module(how).items()
                 },
             }
             for how in found.steps

@@ -1,8 +1,10 @@
 """Process groups, DTensors, and the index of a checkpoint."""
 
+import contextlib
 import datetime
 import functools
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -49,6 +51,16 @@ def init_fake_process_group(world_size: int, rank: int = 0, stands_for: str = "n
     _fake_stands_for = stands_for
     _clear_sharding_prop_cache()
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+
+
+@contextlib.contextmanager
+def fake_process_group(world_size: int, rank: int = 0, stands_for: str = "nccl") -> Iterator[None]:
+    """Have a fake process group inside the context, see `init_fake_process_group`."""
+    init_fake_process_group(world_size, rank, stands_for)
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def ranks_of_group(name: str) -> list[int]:

@@ -192,13 +192,13 @@ def measure(words: str, mode: str) -> Iterator[Row]:
             torch.cuda.synchronize()
             times.append(time.perf_counter() - begin)
         seconds, peak, peak_flops = statistics.median(times), torch.cuda.max_memory_allocated(), devices.peak_flops()
-    told = plan.rank.told
+    forecast = plan.rank.forecast
     row: Row = {"result": MEASURED, "step_ms": round(seconds * 1e3, 2), "tokens_per_s": round(num_tokens / seconds)}
     row |= {"peak_gib": round(peak / devices.GIB, 3)}
     if peak_flops:
-        row["mfu"] = round(told.operations / seconds / peak_flops, 4)
+        row["mfu"] = round(forecast.operations / seconds / peak_flops, 4)
     if not is_eager:
-        row |= {"planned_ms": round(plan.step.seconds * 1e3, 2), "planned_gib": round(told.in_all / devices.GIB, 3)}
+        row |= {"planned_ms": round(plan.step.seconds * 1e3, 2), "planned_gib": round(forecast.in_all / devices.GIB, 3)}
         row["note"] = f"planned for {rates.name}"
     yield row
 

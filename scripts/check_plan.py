@@ -92,21 +92,21 @@ class Cell(NamedTuple):
     name: str
     world_size: int
     peak: int
-    told_peak: int
+    planned_peak: int
     step_s: float
-    told_s: float
+    planned_s: float
 
     @property
     def memory_off(self) -> float:
-        return self.told_peak / self.peak - 1
+        return self.planned_peak / self.peak - 1
 
     @property
     def time_off(self) -> float:
-        return self.told_s / self.step_s - 1
+        return self.planned_s / self.step_s - 1
 
     def __str__(self) -> str:
-        memory = f"{self.peak / 2**20:8.1f} MiB, told {self.told_peak / 2**20:8.1f} {self.memory_off:+6.1%}"
-        seconds = f"{self.step_s * 1e3:8.1f} ms, told {self.told_s * 1e3:8.1f} {self.time_off:+6.1%}"
+        memory = f"{self.peak / 2**20:8.1f} MiB, planned {self.planned_peak / 2**20:8.1f} {self.memory_off:+6.1%}"
+        seconds = f"{self.step_s * 1e3:8.1f} ms, planned {self.planned_s * 1e3:8.1f} {self.time_off:+6.1%}"
         return f"{self.name:28}{self.world_size:2}  {memory}  {seconds}"
 
 
@@ -176,15 +176,15 @@ def compare(name: str, num_rounds: int, num_steps: int, port: int) -> Cell:
     words, world_size = words_of(name)
     rates = RATES["CPU"]
     job = build(configuration(words, world_size), world_size, rates)
-    told, ranks, times = [], [], []
+    planned, ranks, times = [], [], []
     for _ in range(num_rounds):
         cpu = ThisCpu(world_size)
         cpu.learn(job)
-        told.append(simulate(job, cpu.prices(rates), rates).step.seconds)
+        planned.append(simulate(job, cpu.prices(rates), rates).step.seconds)
         ranks = measure(words, world_size, num_steps, port)
         times.append(max(rank.step_s for rank in ranks))
-    told_peak, peak = max(rank.told.in_all for rank in job.ranks), max(rank.peak for rank in ranks)
-    return Cell(name, world_size, peak, told_peak, statistics.median(times), statistics.median(told))
+    planned_peak, peak = max(rank.forecast.in_all for rank in job.ranks), max(rank.peak for rank in ranks)
+    return Cell(name, world_size, peak, planned_peak, statistics.median(times), statistics.median(planned))
 
 
 def main() -> int:

@@ -88,7 +88,7 @@ def build(config: JobConfig, trace: Path | None) -> dict[str, Any]:
                 f"rank {dist.get_rank()} of {dist.get_world_size()}, {assembly.layout}; estimates by the rates of "
                 f"{costs.rates.name}; {versions}"
             ],
-            "planned": f"{of_rank.in_all / GIB:.3f} GiB{of_rank.untold}",
+            "planned": f"{of_rank.in_all / GIB:.3f} GiB{of_rank.unknown}",
             "needs": of_rank.lines(),
             "strings": strings.table,
             "graphs": shown,

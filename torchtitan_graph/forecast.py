@@ -69,7 +69,7 @@ class Forecast:
         return sum(self.held.values())
 
     @property
-    def untold(self) -> str:
+    def unknown(self) -> str:
         """Text on memory that is not known: an optimizer's own state, and what Inductor holds longer than the graph."""
         keeps = "" if OPTIMIZER in self.held | self.on_host else f", and what {self.optimizer} keeps"
         longer = ", and what Inductor's code of the whole step holds longer (measured: 20 to 50 % of the step)"
@@ -79,7 +79,7 @@ class Forecast:
         """Return the forecast as lines."""
         return [
             *(f"  {name:34}{size / GIB:10.3f} GiB" for name, size in self.held.items()),
-            f"  {'in all':34}{self.in_all / GIB:10.3f} GiB{self.untold}",
+            f"  {'in all':34}{self.in_all / GIB:10.3f} GiB{self.unknown}",
             f"  most is held in {self.where}; new gradients count, what operators need only while they run does not",
             *(f"  {name:34}{size / GIB:10.3f} GiB, in the host's memory" for name, size in self.on_host.items()),
             *_received(self.sent, "a microbatch"),
@@ -90,7 +90,7 @@ class Forecast:
         ]
 
 
-def check_fits(told: Forecast, with_policy: Callable[[Recompute], Forecast]) -> None:
+def check_fits(own: Forecast, with_policy: Callable[[Recompute], Forecast]) -> None:
     """Check on all ranks that each has enough memory, before anything is allocated.
 
     Args:
@@ -100,7 +100,7 @@ def check_fits(told: Forecast, with_policy: Callable[[Recompute], Forecast]) -> 
         UserError: one has not; names the policies that would fit, and what they need.
     """
     memory = devices.memory_of_rank_gib()
-    needs, fills = _largest(told, memory)
+    needs, fills = _largest(own, memory)
     if fills <= 1:
         return
     logger.info("the step does not fit into the memory: building it with other policies, to say which would")
@@ -113,15 +113,15 @@ def check_fits(told: Forecast, with_policy: Callable[[Recompute], Forecast]) -> 
             f"these would fit: {'; '.join(fitting)}"
             if fitting
             else f"the least, activation_checkpoint.{least}, is {others[least][0]:.4g} GiB, most of it held in"
-            f" {told.where}; take a smaller local_batch_size or seq_len, in training or in validation, more processes,"
+            f" {own.where}; take a smaller local_batch_size or seq_len, in training or in validation, more processes,"
             " or a higher parallelism.tensor_parallel_degree"
         )
     )
 
 
-def _largest(told: Forecast, memory_gib: float) -> tuple[float, float]:
+def _largest(own: Forecast, memory_gib: float) -> tuple[float, float]:
     """Return the largest need of any rank, in GiB, and the largest share of its memory that any rank needs."""
-    gib = told.in_all / GIB
+    gib = own.in_all / GIB
     found = torch.tensor([gib, gib / memory_gib], dtype=torch.float64, device=devices.device())
     dist.all_reduce(found, dist.ReduceOp.MAX)
     needs, fills = found.tolist()

@@ -139,7 +139,7 @@ class Trainer:
         expected = forecast(assembly, graphs, self.config.optimizer)
         logger.info("\n".join(["this rank:", *expected.lines()]))
         check_fits(expected, self.blueprint.forecast_with)
-        self.planned = f"planned {expected.in_all / devices.GIB:.3f} GiB{expected.untold}; "
+        self.planned = f"planned {expected.in_all / devices.GIB:.3f} GiB{expected.unknown}; "
         if self.config.compile.record_call_hierarchy and self.config.metrics.enable_tensorboard:
             self.scope_table = "\n".join(step_table(assembly, graphs))
         return bind_graphs(graphs, assembly)

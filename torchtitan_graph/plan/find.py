@@ -111,12 +111,12 @@ def lines(of: Search, found: Found) -> list[str]:
     by_reason: dict[str, list[JobCandidate]] = {"slower": [*found.fitting[1:]], "does not fit": [], "illegal": []}
     for each in found.others:
         by_reason["does not fit" if each.why.startswith("does not fit") else "illegal"].append(each)
-    told = [
+    text = [
         f"{of.num_built} candidates built; {len(found.fitting)} fit. Best:",
         f"  {best}: {best.figures.step_s:.4g} s a step, {best.figures.peak / GIB:.4g} GiB of {of.memory / GIB:.4g}",
     ]
     for reason, candidates in by_reason.items():
-        told += [f"{reason}: {len(candidates)}"] * bool(candidates)
-        told += [f"  {each}: {each.why}" for each in candidates[:_SHOWN]]
-        told += [f"  and {len(candidates) - _SHOWN} more"] * (len(candidates) > _SHOWN)
-    return told
+        text += [f"{reason}: {len(candidates)}"] * bool(candidates)
+        text += [f"  {each}: {each.why}" for each in candidates[:_SHOWN]]
+        text += [f"  and {len(candidates) - _SHOWN} more"] * (len(candidates) > _SHOWN)
+    return text

@@ -36,18 +36,18 @@ CPU = "CPU"  # name of this machine's CPU as a device
 class Rank(NamedTuple):
     """The graphs and figures of one rank of a job.
 
-    rank     its number among all ranks
-    graphs   its steps
-    links    of its groups, by their names in the graphs
-    told     its memory, communication and operations
-    visible  by block the fraction of all pairs of positions that attention sees, in rows of one document
-    names    of its modules, by their names in the graphs, which may be those of a rank with equal stages
+    rank      its number among all ranks
+    graphs    its steps
+    links     of its groups, by their names in the graphs
+    forecast  its memory, communication and operations
+    visible   by block the fraction of all pairs of positions that attention sees, in rows of one document
+    names     of its modules, by their names in the graphs, which may be those of a rank with equal stages
     """
 
     rank: int
     graphs: Graphs
     links: Mapping[str, Link]
-    told: Forecast
+    forecast: Forecast
     visible: Mapping[str, float]
     names: Mapping[str, str]
 

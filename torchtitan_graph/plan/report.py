@@ -69,24 +69,24 @@ def _waits(plan: JobForecast) -> dict[str, float]:
 
 
 def _memory(plan: JobForecast) -> list[str]:
-    told, rates = plan.rank.told, plan.rates
-    parts = {name: size for name, size in told.held.items() if name != STEP} | told.at_peak
+    forecast, rates = plan.rank.forecast, plan.rates
+    parts = {name: size for name, size in forecast.held.items() if name != STEP} | forecast.at_peak
     verdict = "fits" if plan.fits else "DOES NOT FIT"
     return [
         f"memory of rank {plan.rank.rank}"
         + (", which of its pipeline needs most" if len(plan.job.ranks) > 1 else "")
-        + f", at the step's peak in {told.where}:",
+        + f", at the step's peak in {forecast.where}:",
         *(f"  {name:34}{size / GIB:10.3f} GiB" for name, size in parts.items()),
         f"  {'reserved, no tensors':34}{rates.reserved_gib:10.3f} GiB",
-        f"  {'in all':34}{max(plan.needs) / GIB:10.3f} GiB of {rates.memory_gib:.4g}: {verdict}{told.untold}",
-        *(f"  {name:34}{size / GIB:10.3f} GiB, in the host's memory" for name, size in told.on_host.items()),
+        f"  {'in all':34}{max(plan.needs) / GIB:10.3f} GiB of {rates.memory_gib:.4g}: {verdict}{forecast.unknown}",
+        *(f"  {name:34}{size / GIB:10.3f} GiB, in the host's memory" for name, size in forecast.on_host.items()),
     ]
 
 
 def _traffic(plan: JobForecast) -> list[str]:
-    told, number = plan.rank.told, plan.job.options.num_microbatches
-    found = [(axis, kind, each, number) for (axis, kind), each in told.sent.items()]
-    found += [(axis, kind, each, 1) for (axis, kind), each in told.sent_once.items()]
+    forecast, number = plan.rank.forecast, plan.job.options.num_microbatches
+    found = [(axis, kind, each, number) for (axis, kind), each in forecast.sent.items()]
+    found += [(axis, kind, each, 1) for (axis, kind), each in forecast.sent_once.items()]
     if not found:
         return []
     return [
@@ -100,7 +100,7 @@ def _traffic(plan: JobForecast) -> list[str]:
 
 def _time(plan: JobForecast) -> list[str]:
     step, job = plan.step, plan.job
-    operations, each = plan.rank.told.operations * job.options.num_microbatches, plan.tokens_per_second
+    operations, each = plan.rank.forecast.operations * job.options.num_microbatches, plan.tokens_per_second
     parts = {
         **step.computed,
         **{f"waits for {what}": seconds for what, seconds in _waits(plan).items()},
@@ -141,7 +141,7 @@ def _stages(plan: JobForecast) -> list[str]:
 
 def as_data(plan: JobForecast) -> dict[str, Any]:
     """Return a forecast as plain data: bytes, seconds and FLOPs."""
-    told, job, step = plan.rank.told, plan.job, plan.step
+    forecast, job, step = plan.rank.forecast, plan.job, plan.step
     number = job.options.num_microbatches
 
     def sent(times: int, traffic: Any) -> list[dict[str, Any]]:
@@ -157,16 +157,16 @@ def as_data(plan: JobForecast) -> dict[str, Any]:
         "rates": plan.rates._asdict(),
         "memory": {
             "rank": plan.rank.rank,
-            "held": told.held,
-            "at_peak": told.at_peak,
-            "on_host": told.on_host,
-            "where": told.where,
+            "held": forecast.held,
+            "at_peak": forecast.at_peak,
+            "on_host": forecast.on_host,
+            "where": forecast.where,
             "needs": list(plan.needs),
             "fits": plan.fits,
-            "untold": told.untold.removeprefix(", and "),
+            "untold": forecast.unknown.removeprefix(", and "),
         },
-        "received": [*sent(number, told.sent), *sent(1, told.sent_once)],
-        "flops": told.operations * number,
+        "received": [*sent(number, forecast.sent), *sent(1, forecast.sent_once)],
+        "flops": forecast.operations * number,
         "step": dataclasses.asdict(step),
         "tokens_per_second": plan.tokens_per_second,
         "tokens_per_second_of_a_rank": plan.tokens_per_second / job.dims.num_ranks,

@@ -177,7 +177,7 @@ def roofline(config: JobConfig, world_size: int, rates: Rates) -> Roofline:
             (UNCOMPILED, costs.rates, each),
         )
     }
-    return Roofline(job, rates, steps, rank.told.operations * job.options.num_microbatches)
+    return Roofline(job, rates, steps, rank.forecast.operations * job.options.num_microbatches)
 
 
 def _uncompiled(config: JobConfig, world_size: int, target: Target) -> Blueprint:

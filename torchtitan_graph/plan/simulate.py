@@ -90,11 +90,11 @@ def simulate(job: BuiltJob, prices: Prices, rates: Rates) -> JobForecast:
         prices: the cost model of a rank's graphs.
         rates: of the device: its memory and its peak.
     """
-    needs = tuple(rank.told.in_all + int(rates.reserved_gib * 2**30) for rank in job.ranks)
+    needs = tuple(rank.forecast.in_all + int(rates.reserved_gib * 2**30) for rank in job.ranks)
     fullest = needs.index(max(needs))
     is_whole = job.options.pipeline is None
     step = _whole(job, prices(job.ranks[0])) if is_whole else _pipelined(job, prices, fullest)
-    operations = sum(rank.told.operations for rank in job.ranks) / len(job.ranks) * job.options.num_microbatches
+    operations = sum(rank.forecast.operations for rank in job.ranks) / len(job.ranks) * job.options.num_microbatches
     return JobForecast(job, rates, step, fullest, needs, operations / (step.seconds * rates.half))
 
 

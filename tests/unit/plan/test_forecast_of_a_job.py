@@ -57,15 +57,15 @@ def test_memory_is_what_a_dry_run_says(name: str, jobs: Callable[[str], BuiltJob
     world_size, words = LAYOUTS[name]
     plan = simulate(found := jobs(name), by_rates(found, H100), H100)
     for place, rank in enumerate(found.ranks):
-        assert sum(rank.told.at_peak.values()) == rank.told.held[STEP]
-        assert plan.needs[place] == rank.told.in_all + int(H100.reserved_gib * 2**30)
+        assert sum(rank.forecast.at_peak.values()) == rank.forecast.held[STEP]
+        assert plan.needs[place] == rank.forecast.in_all + int(H100.reserved_gib * 2**30)
     blueprint = Blueprint(load([*DEBUG, *words, "--comm.mode", "fake_backend"]), world_size, Target.of(H100))
     init_fake_process_group(world_size, plan.rank.rank)
     try:
         said = blueprint.dry_run()
     finally:
         torch.distributed.destroy_process_group()
-    told = plan.rank.told
+    told = plan.rank.forecast
     assert told.lines()[: len(told.held) + 2] == said[: len(told.held) + 2]
 
 
@@ -85,7 +85,7 @@ def test_inputs_that_are_gathered_and_kept_are_told_apart(jobs: Callable[[str], 
     (gm,), model = of_tp.modules, Blueprint(load([]), 1).model
     kept = [each for each in lifetimes(gm) if each.purpose == GATHERED_INPUTS]
     assert [each.num_bytes for each in kept] == (len(model.layers) + 1) * [4 * 64 * model.config.dim * 2]
-    assert 0 < of_tp.told.at_peak[GATHERED_INPUTS] <= sum(each.num_bytes for each in kept)
+    assert 0 < of_tp.forecast.at_peak[GATHERED_INPUTS] <= sum(each.num_bytes for each in kept)
 
 
 def test_no_part_of_a_step_is_left_out(jobs: Callable[[str], BuiltJob]) -> None:
@@ -127,7 +127,7 @@ def test_a_step_is_its_microbatches_and_the_optimizer(jobs: Callable[[str], Buil
     costs = by_rates(found, H100)(found.ranks[0])
     plan = simulate(found, by_rates(found, H100), H100)
     once = estimate(found.ranks[0].graphs.train.gm, costs).seconds  # type: ignore[union-attr]
-    trained = found.ranks[0].told.held["parameters"]
+    trained = found.ranks[0].forecast.held["parameters"]
     assert plan.step.optimizer == pytest.approx(10 * trained / (H100.memory * H100.memory_share))
     added = 3 * trained / (H100.memory * H100.memory_share)
     assert plan.step.seconds == pytest.approx(2 * once + added + plan.step.optimizer)
@@ -156,7 +156,7 @@ def test_a_pipeline_waits_as_its_schedule_does(jobs: Callable[[str], BuiltJob]) 
     passed = found.ranks[0].graphs.train[0].passed.nbytes  # type: ignore[index]
     message = passed / 1e5 / slow.network_share
     # The gradients of each of four microbatches are cast from bf16, and of three of them added.
-    trained = found.ranks[plans[0].fullest].told.held["parameters"]
+    trained = found.ranks[plans[0].fullest].forecast.held["parameters"]
     assert quick.sums == pytest.approx((4 * 1.5 + 3 * 3) * trained / (H100.memory * H100.memory_share))
     num_messages = 8 if plans[1].fullest == 1 else 4  # of four microbatches, to and fro in the middle
     assert late.sent["pp"] == pytest.approx(num_messages * message)
@@ -166,7 +166,7 @@ def test_a_pipeline_waits_as_its_schedule_does(jobs: Callable[[str], BuiltJob]) 
 def test_sums_of_gradients_are_there_while_they_are_reduced() -> None:
     """Of one microbatch on two ranks of a stage: weights in bf16 and sums in fp32 are whole, and no sum was before."""
     words = ["--parallelism.pipeline_parallel_degree", "2", "--training.local_batch_size", "1"]
-    told = job(4, words).ranks[0].told
+    told = job(4, words).ranks[0].forecast
     assert told.where.startswith("the reduction of stage 0, ")
     assert told.held[STEP] == sum(told.at_peak.values()) > 3 * told.held["parameters"]
 
@@ -199,7 +199,7 @@ def test_stages_that_are_alike_are_built_once_and_right(tmp_path: Path, monkeypa
     alone = job(8, words)
     assert len({id(each) for rank in shared.ranks for each in rank.graphs.train.values()}) < 4  # type: ignore[union-attr]
     for one, other in zip(shared.ranks, alone.ranks, strict=True):
-        assert (one.rank, one.told) == (other.rank, other.told)
+        assert (one.rank, one.forecast) == (other.rank, other.forecast)
         assert one.graphs.storages.keys() == other.graphs.storages.keys(), "each rank saves parameters of its own"
         assert {*other.names.items()} == {(name, name) for name in one.names.values()}
     plans = [simulate(each, by_rates(each, fast), fast) for each in (shared, alone)]
@@ -257,18 +257,18 @@ def test_what_a_device_does_not_do_is_not_forecast() -> None:
     """A CPU moves nothing to the host's memory, and the memory of parameters that it does not move is its own."""
     words = ["--training.enable_cpu_offload", "--activation_checkpoint.offload", "layers.*"]
     on_cpu, on_gpu = (build(configuration([*DEBUG, *words], 1), 1, RATES[name]).ranks[0] for name in ("CPU", "H100"))
-    assert not on_cpu.told.on_host and on_cpu.told.held["parameters"] == on_gpu.told.on_host["parameters"]
+    assert not on_cpu.forecast.on_host and on_cpu.forecast.held["parameters"] == on_gpu.forecast.on_host["parameters"]
 
 
 def test_what_is_not_known_of_an_optimizer_is_said(jobs: Callable[[str], BuiltJob]) -> None:
     found = jobs("one")
     (rank,) = found.ranks
-    held = {name: size for name, size in rank.told.held.items() if name != OPTIMIZER}
-    told = dataclasses.replace(rank.told, held=held, optimizer="my.Own")
-    plan = simulate(found._replace(ranks=[rank._replace(told=told)]), by_rates(found, H100), H100)
+    held = {name: size for name, size in rank.forecast.held.items() if name != OPTIMIZER}
+    told = dataclasses.replace(rank.forecast, held=held, optimizer="my.Own")
+    plan = simulate(found._replace(ranks=[rank._replace(forecast=told)]), by_rates(found, H100), H100)
     assert "fits, and what my.Own keeps" in "\n".join(lines(plan))
     assert as_data(plan)["memory"]["untold"] == "what my.Own keeps"
-    assert "what Inductor's code" in dataclasses.replace(told, is_whole=True).untold
+    assert "what Inductor's code" in dataclasses.replace(told, is_whole=True).unknown
 
 
 def test_loads_of_other_experts_are_refused_before_any_graph_is_built(

@@ -45,7 +45,7 @@ def least_peak(words: list[str], folder: Path, most: float) -> int:
 def test_the_peak_of_real_ranks_is_the_one_told(name: str, tmp_path: Path) -> None:
     words = CELLS[name].split()
     job = build(configuration(words, 2), 2, RATES["CPU"])
-    told = max(rank.told.in_all for rank in job.ranks)
+    told = max(rank.forecast.in_all for rank in job.ranks)
     measured = least_peak(words, tmp_path, 1.03 * told)
     assert told == pytest.approx(measured, rel=0.03)
     # Negative control: bf16 takes half as much.

@@ -161,7 +161,7 @@ def test_an_elementwise_layer_moves_what_it_is_given_and_gives_once(one: Rooflin
 
 
 def test_ranks_wait_for_one_another(of_four: Roofline) -> None:
-    received = sum(each.num_bytes for each in of_four.job.ranks[0].told.sent.values())
+    received = sum(each.num_bytes for each in of_four.job.ranks[0].forecast.sent.values())
     cost = of_four.by_class(UNFUSED)[COMMUNICATION]
     assert cost.received == received * of_four.job.options.num_microbatches and cost.moved == 0
     assert cost.seconds.keys() == {COMMUNICATION}

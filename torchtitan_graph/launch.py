@@ -26,8 +26,8 @@ from torchtitan_graph.config import check, load, ranks_asked_for
 from torchtitan_graph.config.option import brief
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import init_logging, logger
-from torchtitan_graph.patience import is_away
-from torchtitan_graph.run.failure import CONFIGURATION, FAULT, STORAGE_AWAY, RankFailure
+from torchtitan_graph.patience import is_transient
+from torchtitan_graph.run.failure import CONFIGURATION, FAULT, STORAGE_UNAVAILABLE, RankFailure
 from torchtitan_graph.run.files import read_record
 
 # The signal sent to workers for each signal to the launcher.
@@ -64,10 +64,10 @@ def _main(words: list[str]) -> int:
             check(config, _num_ranks())
             _shown_ranks(_num_ranks())
     except OSError as error:
-        if not is_away(error):
+        if not is_transient(error):
             raise
         logger.error(str(error))
-        return STORAGE_AWAY
+        return STORAGE_UNAVAILABLE
     try:
         folder = Path(tempfile.mkdtemp(prefix="torchtitan_graph."))
     except OSError as error:

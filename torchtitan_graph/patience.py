@@ -22,13 +22,13 @@ WAIT_S = 300.0
 EVERY_S = 10.0
 
 _NAMES = "EIO ESTALE ETIMEDOUT ENOTCONN ECONNREFUSED ECONNRESET EHOSTDOWN EHOSTUNREACH ENETDOWN ENETUNREACH EREMOTEIO"
-AWAY = {getattr(errno, name) for name in _NAMES.split() if hasattr(errno, name)}
+TRANSIENT = {getattr(errno, name) for name in _NAMES.split() if hasattr(errno, name)}
 
 FULL = {errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)}  # no space: not retried
 
 
 def find_full_disk(path: Path, error: str) -> str | None:
-    """Return a message that the disk of `path` is full, if an error's text is about that; else None.
+    """Return a message that the disk of `path` is full if an error's text says so, else None.
 
     torch's zip writer hides the system's error for a short write: it reports an unexpected position.
     """
@@ -49,11 +49,11 @@ def why_unwritable(path: Path, error: OSError) -> str:
     return find_full_disk(path, str(error)) or str(error)
 
 
-def is_away(error: BaseException) -> bool:
+def is_transient(error: BaseException) -> bool:
     """Return whether an error is a transient I/O error, or quotes one from another rank."""
     if isinstance(error, OSError):
-        return error.errno in AWAY
-    return any(int(number) in AWAY for number in re.findall(r"\[Errno (\d+)\]", str(error)))
+        return error.errno in TRANSIENT
+    return any(int(number) in TRANSIENT for number in re.findall(r"\[Errno (\d+)\]", str(error)))
 
 
 @contextlib.contextmanager
@@ -62,7 +62,7 @@ def refuse_unreadable(option: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if is_away(error):
+        if is_transient(error):
             raise
         raise UserError(f"{option}: can't be read: {error}") from error
 
@@ -73,20 +73,20 @@ def refuse_unwritable(what: str, path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if is_away(error):
+        if is_transient(error):
             raise
         raise UserError(f"{what} can't be written: {why_unwritable(path, error)}") from error
 
 
-def wait_for_storage(function: Callable[[], T]) -> T:
-    """Call a function, and retry it for some minutes on transient I/O errors."""
+def retry_io(function: Callable[[], T]) -> T:
+    """Call a function, and retry it for up to five minutes on transient I/O errors."""
     deadline = time.monotonic() + WAIT_S
     while True:
         try:
             return function()
         except Exception as error:
             left = deadline - time.monotonic()
-            if not is_away(error) or left <= 0:
+            if not is_transient(error) or left <= 0:
                 raise
-            logger.warning(f"storage is away, and is tried again for {left:.0f} s: {error}")
+            logger.warning(f"storage is unavailable; retrying for {left:.0f} s: {error}")
             time.sleep(min(EVERY_S, left))

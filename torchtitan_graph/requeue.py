@@ -17,8 +17,8 @@ from typing import NamedTuple, TypedDict
 
 from torchtitan_graph.config import load
 from torchtitan_graph.errors import UserError, printable
-from torchtitan_graph.patience import find_full_disk, is_away
-from torchtitan_graph.run.failure import BAD_NODE, CONFIGURATION, FAULT, FINAL, STORAGE_AWAY, read_failures
+from torchtitan_graph.patience import find_full_disk, is_transient
+from torchtitan_graph.run.failure import BAD_NODE, CONFIGURATION, FAULT, FINAL, STORAGE_UNAVAILABLE, read_failures
 from torchtitan_graph.run.files import read_record, write_json
 from torchtitan_graph.run.lock import is_held_by_another
 from torchtitan_graph.run.status import FINISHED, STOPPED, read_status
@@ -72,7 +72,7 @@ def begin_attempt(folder: Path, job_id: str, restart: int, nodes: list[str], dow
         folder.mkdir(parents=True, exist_ok=True)
         write_text(folder / NAME, json.dumps({"job_id": job_id, "attempts": attempts}, indent=1) + "\n")
     except OSError as error:
-        if is_away(error):
+        if is_transient(error):
             raise
         return Decision(False, f"{folder} can't be written: {find_full_disk(folder, str(error)) or error}", [])
     return _limit(attempts, [], f"attempt {restart + 1} on {', '.join(nodes)}")
@@ -94,8 +94,8 @@ def end_attempt(folder: Path, job_id: str, restart: int, down: list[str], got_si
         why = "the run is finished"
     elif mine and state == STOPPED:
         again, why = True, f"stopped by {mine['reason']}"
-    elif STORAGE_AWAY in codes:
-        again, why = True, "storage was away"
+    elif STORAGE_UNAVAILABLE in codes:
+        again, why = True, "storage was unavailable"
     elif codes.intersection(FINAL):
         why = "it would fail in the same way again"
     elif FAULT in codes and not failures[0]["lost_peer"]:
@@ -109,7 +109,7 @@ def end_attempt(folder: Path, job_id: str, restart: int, down: list[str], got_si
     try:
         write_json(folder / NAME, {"job_id": job_id, "attempts": attempts})
     except OSError as error:
-        if is_away(error):
+        if is_transient(error):
             raise
         print(f"requeue: {folder / NAME} can't be written: {error}", file=sys.stderr)
     return _limit(attempts, [status["step"] if status else 0], why) if again else Decision(False, why, [])
@@ -156,9 +156,9 @@ def main() -> int:
         print(f"requeue: no attempt: {error}", file=sys.stderr)
         return 1
     except OSError as error:
-        if not is_away(error):
+        if not is_transient(error):
             raise
-        print(f"requeue: go on: storage is away: {error}", file=sys.stderr)
+        print(f"requeue: go on: storage is unavailable: {error}", file=sys.stderr)
         return 0 if _requeue(job_id, []) and when != "begin" else 1
     if when == "begin":
         print(folder)

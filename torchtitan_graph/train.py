@@ -25,13 +25,13 @@ from torchtitan_graph.config import JobConfig, check, load, ranks_asked_for, ran
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import init_logging, logger
 from torchtitan_graph.parallel.join import join, meet
-from torchtitan_graph.patience import is_away, wait_for_storage
+from torchtitan_graph.patience import is_transient, retry_io
 from torchtitan_graph.run.failure import (
     CONFIGURATION,
     FAULT,
     NON_FINITE,
     SAVE_FAILED,
-    STORAGE_AWAY,
+    STORAGE_UNAVAILABLE,
     NotTriedAgain,
     refuse_to_repeat,
     report_to_launcher,
@@ -50,7 +50,7 @@ EXIT_CODES: dict[type, int] = {UserError: CONFIGURATION, NonFiniteError: NON_FIN
 def main(argv: Sequence[str] | None = None) -> int:
     """Train with the configuration of the arguments. Return the exit code.
 
-    0 done, 2 something to change, 3 non-finite numbers, 4 a checkpoint could not be saved, 6 storage was away,
+    0 done, 2 something to change, 3 non-finite numbers, 4 a checkpoint could not be saved, 6 storage was unavailable,
     128 + N ended by signal N.
     """
     is_called_from_python = stop.install()
@@ -70,7 +70,7 @@ def _main(argv: Sequence[str] | None) -> int:
     try:
         config = load(sys.argv[1:] if argv is None else argv)
         fake = config.comm.mode == "fake_backend"
-        place = wait_for_storage(lambda: check_place(config.job.dump_folder))
+        place = retry_io(lambda: check_place(config.job.dump_folder))
         folder = None if fake else place  # a dry run writes nothing there
         if folder is not None:
             refuse_to_repeat(folder)
@@ -78,7 +78,7 @@ def _main(argv: Sequence[str] | None) -> int:
         for notice in check(config, world_size):
             logger.warning(notice) if _is_rank_0() else None
         check_disabled(config.compile.disable_passes)
-        blueprint = wait_for_storage(partial(Blueprint, config, world_size))
+        blueprint = retry_io(partial(Blueprint, config, world_size))
         config = blueprint.config  # resolved: what is compared with an earlier start of the run, and saved
         _start(config, world_size, fake)
         if fake:
@@ -104,9 +104,9 @@ def _main(argv: Sequence[str] | None) -> int:
         code = next((code for kind, code in EXIT_CODES.items() if isinstance(error, kind)), FAULT)
         if isinstance(error, NotTriedAgain):
             code = error.code
-        if is_away(error):
-            code = STORAGE_AWAY
-            logger.error("storage is away; started again once it is back, the run goes on")
+        if is_transient(error):
+            code = STORAGE_UNAVAILABLE
+            logger.error("storage is unavailable; start the run again once it is back, and it resumes")
         return _end(error, code, folder, run)
     stop.begin_teardown()
     _leave_group()

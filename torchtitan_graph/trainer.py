@@ -49,7 +49,7 @@ from torchtitan_graph.optim import (
     ranks_with_non_finite_gradients,
 )
 from torchtitan_graph.parallel.agree import FILES_TIMEOUT, files_group, on_rank_0
-from torchtitan_graph.patience import find_full_disk, wait_for_storage
+from torchtitan_graph.patience import find_full_disk, retry_io
 from torchtitan_graph.quantize.state import convert
 from torchtitan_graph.run.folder import RunFolder
 from torchtitan_graph.run.hang import HangWatch
@@ -87,8 +87,8 @@ class Trainer:
         config = self.config
         with _reporting_out_of_memory(self._progress, blueprint):
             if config.checkpoint.enable or config.checkpoint.initial_load_path:
-                on_rank_0(partial(wait_for_storage, partial(_check_tensors_to_load, blueprint)), files_group())
-            self.train_data, self.validation_data = wait_for_storage(partial(_open_data, blueprint))
+                on_rank_0(partial(retry_io, partial(_check_tensors_to_load, blueprint)), files_group())
+            self.train_data, self.validation_data = retry_io(partial(_open_data, blueprint))
             self.feed = Feed(
                 self.train_data,
                 self.layout,

@@ -110,7 +110,7 @@ def test_check_itself_accepts_what_is_right(tmp_path: Path) -> None:
 def test_storage_that_is_away_is_no_mistake(tmp_path: Path) -> None:
     code, output = train("--job.dump_folder", str(tmp_path / "run"), patch=patched_train.lose_storage)
     assert code == 6, output
-    assert "storage is away; started again" in output and "Stale file handle" in output
+    assert "storage is unavailable; start the run again" in output and "Stale file handle" in output
     assert "Traceback" not in output
     assert not (tmp_path / "run" / "run.lock").exists()
 

@@ -1,4 +1,4 @@
-"""Storage that is away is waited for; what is not there is told at once."""
+"""Transient I/O errors are retried; a missing file is an error at once."""
 
 import errno
 from pathlib import Path
@@ -10,7 +10,7 @@ from torchtitan_graph.checkpoint.folder import find_problem
 from torchtitan_graph.config import load
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.parallel.agree import RanksFailed
-from torchtitan_graph.patience import is_away, refuse_unwritable, wait_for_storage
+from torchtitan_graph.patience import is_transient, refuse_unwritable, retry_io
 
 STALE = OSError(errno.ESTALE, "Stale file handle", "/shared/file")
 
@@ -36,25 +36,25 @@ def fails(times: float, error: Exception) -> object:
 
 
 def test_it_is_waited_for(slept: list[float]) -> None:
-    assert wait_for_storage(fails(3, STALE)) == "read"
+    assert retry_io(fails(3, STALE)) == "read"
     assert slept == [patience.EVERY_S] * 3
 
 
 def test_but_not_for_ever(slept: list[float]) -> None:
     with pytest.raises(OSError, match="Stale"):
-        wait_for_storage(fails(10_000, STALE))
+        retry_io(fails(10_000, STALE))
     assert sum(slept) == patience.WAIT_S
 
 
 @pytest.mark.parametrize("error", [FileNotFoundError(2, "No such file", "x"), UserError("a typing error")])
 def test_what_is_not_there_is_told_at_once(error: Exception, slept: list[float]) -> None:
     with pytest.raises(type(error)):
-        wait_for_storage(fails(1, error))
-    assert not slept and not is_away(error)
+        retry_io(fails(1, error))
+    assert not slept and not is_transient(error)
 
 
 def test_it_is_known_in_the_words_of_others() -> None:
-    assert is_away(RanksFailed(f"rank 3: OSError: {STALE}")) and is_away(UserError(f"can't be read: {STALE}"))
+    assert is_transient(RanksFailed(f"rank 3: OSError: {STALE}")) and is_transient(UserError(f"can't be read: {STALE}"))
 
 
 def test_no_configuration_and_no_checkpoint_is_given_up_for_it(

@@ -114,7 +114,7 @@ def test_storage_that_was_away_is_waited_for_in_another_attempt(job: FakeJob) ->
     job.begin()
     job.failure("n1", 2)
     job.failure("n2", 6)
-    assert job.end() == Decision(True, "storage was away", [])
+    assert job.end() == Decision(True, "storage was unavailable", [])
 
 
 def test_fault_of_the_program_is_not_tried_again(job: FakeJob) -> None:

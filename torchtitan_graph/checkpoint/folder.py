@@ -25,7 +25,7 @@ from torchtitan_graph.checkpoint.metadata import METADATA, read_metadata
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
 from torchtitan_graph.parallel.agree import RanksFailed, gather_from_ranks
-from torchtitan_graph.patience import is_away, wait_for_storage
+from torchtitan_graph.patience import is_transient, retry_io
 from torchtitan_graph.small_files import (
     ANY_SIZE,
     BadFile,
@@ -163,10 +163,10 @@ def find_damage(path: Path, names: Iterable[str] | None = None) -> str | None:
     files = read_manifest(path)
     for name in files if names is None else names:
         try:
-            if files[name].crc32 not in (None, wait_for_storage(functools.partial(checksum, path / name))):
+            if files[name].crc32 not in (None, retry_io(functools.partial(checksum, path / name))):
                 return f"its file {name} is damaged: it is not what was written"
         except (OSError, BadFile) as error:
-            if is_away(error):
+            if is_transient(error):
                 raise
             return f"its file {name} can't be read: {error}"
     return None
@@ -325,11 +325,11 @@ def _read_json(path: Path, schema: type) -> dict[str, Any]:
     """Return the content of a JSON file, with all its keys, after a check of those of `schema`."""
     where = f"its {path.name}"
     try:
-        found = wait_for_storage(lambda: read_json(path, dict[str, Any], where=where))
+        found = retry_io(lambda: read_json(path, dict[str, Any], where=where))
     except FileNotFoundError:
         raise UserError(f"it has no {path.name}") from None
     except OSError as error:
-        if is_away(error):
+        if is_transient(error):
             raise  # an older checkpoint is no better
         raise UserError(f"{where} can't be read ({error!r})") from error
     check_type(found, schema, where)

@@ -13,7 +13,7 @@ from torchtitan_graph.config.option import brief, nearest
 from torchtitan_graph.config.resolve import COMMAND_LINE, NAMES, Resolution, Setting, is_flag, problem_list, resolve
 from torchtitan_graph.config.support import REFUSED, RENAMED
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.patience import is_away, wait_for_storage
+from torchtitan_graph.patience import is_transient, retry_io
 from torchtitan_graph.small_files import BadFile, read_toml
 
 # The options added to a job's for a command that builds its graphs and runs none; verification would run them.
@@ -124,9 +124,9 @@ def read_file(name: str, result: Resolution) -> list[Setting]:
             path = path / "config.toml"
             name = str(path)
         path = next((file for file in (path, *(folder / name for folder in folders)) if file.is_file()), path)
-        tree = wait_for_storage(lambda: read_toml(path))
+        tree = retry_io(lambda: read_toml(path))
     except OSError as error:
-        if is_away(error):
+        if is_transient(error):
             raise
         others = [file.stem for folder in (path.parent, *folders) for file in folder.glob("*.toml")]
         near = nearest(path.stem, others) if path.name not in [f"{other}.toml" for other in others] else None

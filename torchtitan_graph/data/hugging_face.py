@@ -9,7 +9,7 @@ from torchtitan_graph.data.corpus import Corpus, ShuffledCorpus, in_split, num_l
 from torchtitan_graph.data.files import DataFile
 from torchtitan_graph.data.sources import Chain, Source, digest_files
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.patience import is_away
+from torchtitan_graph.patience import is_transient
 from torchtitan_graph.small_files import read_json
 
 _SHUFFLED_TOGETHER = 256  # documents of a stream; every lane that a process reads has so many in memory
@@ -93,7 +93,7 @@ def open_saved(path: Path, column: str, split: str, seed: int) -> Corpus:
     try:
         saved = datasets.load_from_disk(str(path))
     except Exception as error:  # of many types, for damaged files
-        if is_away(error):
+        if is_transient(error):
             raise
         raise UserError(f"{path}: not a saved dataset that can be read: {error!r}") from error
     parts = saved if isinstance(saved, dict) else {"train": saved}

@@ -19,7 +19,7 @@ from torchtitan_graph.metrics.histograms import histograms
 from torchtitan_graph.metrics.jsonl import append, begin
 from torchtitan_graph.metrics.tensorboard import TensorBoard, verbatim
 from torchtitan_graph.metrics.weights_and_biases import WeightsAndBiases
-from torchtitan_graph.patience import is_away, refuse_unwritable
+from torchtitan_graph.patience import is_transient, refuse_unwritable
 from torchtitan_graph.runtime.observe import Stopwatch, stopwatch
 
 # Key of a record -> name of its curve.
@@ -272,7 +272,7 @@ class Metrics:
         try:
             yield
         except OSError as error:
-            if is_away(error):
+            if is_transient(error):
                 raise
             if not self._has_failed:
                 logger.error(f"numbers of steps are lost for metrics.jsonl or a dashboard, training goes on: {error}")

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
-from torchtitan_graph.patience import FULL, is_away
+from torchtitan_graph.patience import FULL, is_transient
 from torchtitan_graph.small_files import BadFile, read_json, write_text
 
 T = TypeVar("T")
@@ -60,7 +60,7 @@ def read_record(path: Path, schema: type[T]) -> T | None:
     except FileNotFoundError:
         return None
     except (BadFile, OSError) as error:
-        if is_away(error):
+        if is_transient(error):
             raise
         logger.warning(f"{error}: it is ignored")
         return None

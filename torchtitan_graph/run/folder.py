@@ -12,7 +12,7 @@ from torchtitan_graph.config import JobConfig, dump_toml
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
 from torchtitan_graph.parallel.agree import files_group, on_rank_0
-from torchtitan_graph.patience import refuse_unreadable, refuse_unwritable, wait_for_storage
+from torchtitan_graph.patience import refuse_unreadable, refuse_unwritable, retry_io
 from torchtitan_graph.run.drift import check_drift
 from torchtitan_graph.run.failure import release_reserve, reserve
 from torchtitan_graph.run.hang import TRACES
@@ -30,7 +30,7 @@ class RunFolder:
     def __init__(self, config: JobConfig) -> None:
         self.path = Path(config.job.dump_folder)
         self.status: Status | None = None
-        on_rank_0(lambda: wait_for_storage(lambda: self._open(config)), files_group())
+        on_rank_0(lambda: retry_io(lambda: self._open(config)), files_group())
 
     def _open(self, config: JobConfig) -> None:
         with refuse_unwritable(f"job.dump_folder = {config.job.dump_folder!r}", self.path):
@@ -70,7 +70,7 @@ class RunFolder:
 
         A failed start leaves the earlier run's file, which describes its checkpoints.
         """
-        on_rank_0(lambda: wait_for_storage(lambda: self._write_config(config, self.path / CONFIG)), files_group())
+        on_rank_0(lambda: retry_io(lambda: self._write_config(config, self.path / CONFIG)), files_group())
 
     def _write_config(self, config: JobConfig, file: Path) -> None:
         with refuse_unwritable(f"job.dump_folder = {config.job.dump_folder!r}", self.path):

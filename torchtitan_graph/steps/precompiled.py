@@ -33,7 +33,7 @@ from torchtitan_graph.log import logger
 from torchtitan_graph.parallel.layout import PP, TP, Layout, ParallelDims
 from torchtitan_graph.parallel.storage import Storage
 from torchtitan_graph.passes.tag_budget import Curve, Point
-from torchtitan_graph.patience import is_away
+from torchtitan_graph.patience import is_transient
 from torchtitan_graph.small_files import gunzip, parse_json, read_json, read_small
 
 # Ranks with equal places on these axes have equal graphs: tests/numerics/test_precompiled.py traces all of them. A
@@ -220,7 +220,7 @@ def _as_written(folder: Path, again: str, what: str) -> Iterator[None]:
     except (FileNotFoundError, NotADirectoryError) as error:
         raise UserError(f"{begin}: {error.filename} is not there. Make it: {again}") from error
     except Exception as error:
-        if is_away(error):
+        if is_transient(error):
             raise
         why = f"{type(error).__name__}: {error!s:.500}"
         raise UserError(f"{begin}: not what was written ({why}). Make it again: {again}") from error

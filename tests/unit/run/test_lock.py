@@ -181,7 +181,7 @@ def test_a_file_system_without_links_has_locks(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(os, "link", no_links)
     lock = Lock(tmp_path)
-    with pytest.raises(FolderHeld, match="a run is going on"):
+    with pytest.raises(FolderHeld, match="a run holds it"):
         Lock(tmp_path)
     lock.release()
     assert not list(tmp_path.iterdir())

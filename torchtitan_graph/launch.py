@@ -33,7 +33,7 @@ from torchtitan_graph.run.files import read_record
 # The signal sent to workers for each signal to the launcher.
 PASSED_ON = {number: number for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
 PASSED_ON |= {signal.SIGHUP: signal.SIGTERM, signal.SIGQUIT: signal.SIGTERM}
-# Loggers of torchrun's agent: how workers ended, which `report` logs; and that the store is gone, with a C++ stack, as
+# Loggers of torchrun's agent: how workers ended, which `report` logs; and a lost store, with a C++ stack, as
 # after many runs on several nodes, when the first agent ends before the others. Where it matters it is raised, too.
 QUIET = ("multiprocessing", "rendezvous")
 LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"  # torch reads it when it is imported
@@ -268,7 +268,7 @@ def _silent(rank: int, failure: Any, stopped: set[int], logs: Path | None) -> En
         line = f"ended with exit code {failure.exitcode}"
         code = failure.exitcode
     kind = ENDED_BY_US if failure.exitcode == -signal.SIGTERM else SILENT
-    where = f"; what it printed is in {logs}" if logs else ""
+    where = f"; its output is in {logs}" if logs else ""
     return End(kind, failure.timestamp, rank, code, line, f"rank {rank} {line}{where}")
 
 

@@ -1,7 +1,7 @@
 """Full storage, and transient I/O errors, such as of a file server that restarts.
 
-Transient errors are retried. If they persist, the run ends with an exit code of its own, after which SLURM's job is
-requeued: nobody has to change anything. A missing file is no such error.
+Transient errors are retried. If they persist, the run ends with a distinct exit code, after which the SLURM job is
+requeued without changes. A missing file is no such error.
 """
 
 import contextlib

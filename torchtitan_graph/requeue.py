@@ -24,7 +24,7 @@ from torchtitan_graph.run.lock import is_held_by_another
 from torchtitan_graph.run.status import FINISHED, STOPPED, read_status
 from torchtitan_graph.small_files import Count, write_text
 
-MAX_FRUITLESS = 3  # attempts in a row without progress: then somebody must look
+MAX_FRUITLESS = 3  # attempts in a row without progress: then the job stops
 MAX_NODE_FAILURES = 2  # of one node in one job: then the job excludes the node
 NAME = "requeue.json"
 
@@ -81,7 +81,7 @@ def begin_attempt(folder: Path, job_id: str, restart: int, nodes: list[str], dow
 def end_attempt(folder: Path, job_id: str, restart: int, down: list[str], got_signal: bool = False) -> Decision:
     """Record how an attempt ended, and decide whether another follows."""
     attempts = _attempts(folder, job_id)
-    if not attempts:  # the record of its beginning is gone
+    if not attempts:  # the record of its beginning is lost
         attempts = [{"restart": restart, "begins_at": 0, "nodes": [], "end": None, "bad_nodes": []}]
     attempt = attempts[-1]
     status, failures = read_status(folder), read_failures(folder)
@@ -139,7 +139,7 @@ def _limit(attempts: list[Attempt], ends_at: list[int], why: str) -> Decision:
 
 
 def main() -> int:
-    """Return 0 if the attempt should begin, or the job's work is done or goes on in another attempt; else 1, or 2."""
+    """Return 0 if the attempt should begin, or the job's work is done or continues in another attempt; else 1 or 2."""
     when, *options = sys.argv[1:] or [""]
     if when not in ("begin", "end", "stopped") or not {"SLURM_JOB_ID", "SLURM_JOB_NODELIST"} <= os.environ.keys():
         usage = "python -m torchtitan_graph.requeue begin|end|stopped [--table.key value ...]"

@@ -1,6 +1,6 @@
 """Bounded, checked reads of small files from any source, and atomic writes.
 
-Every reader of an index, a configuration or a state opens its file here. No file makes the reader wait for ever (a
+Every reader of an index, a configuration or a state opens its file here. No file makes the reader wait endlessly (a
 FIFO, a device), use memory without bound (a sparse file of terabytes, a small archive of a huge text, millions of empty
 lists), or raise an error of another type than `BadFile`.
 """
@@ -44,7 +44,7 @@ def open_small(path: Path, max_bytes: int = MAX_BYTES) -> BinaryIO:
 
     Raises BadFile if it is something else (a FIFO, a device, a folder), or larger; OSError as `open`.
     """
-    # Without O_NONBLOCK, opening a FIFO waits until somebody writes to it.
+    # Without O_NONBLOCK, opening a FIFO waits until a process writes to it.
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0))
     try:
         found = os.fstat(descriptor)
@@ -139,7 +139,7 @@ def check_type(value: Any, schema: type[T], where: Path | str) -> T:
     try:
         return msgspec.convert(value, schema)
     except msgspec.ValidationError as error:
-        raise BadFile(f"{where}: is not what is stored there: {_in_words(str(error))}") from error
+        raise BadFile(f"{where}: has invalid content: {_in_words(str(error))}") from error
     except UnicodeEncodeError as error:
         raise _lone_surrogate(error, where) from error
 

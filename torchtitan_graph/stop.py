@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-START = time.time()  # start of this process, as near as a module can tell
+START = time.time()  # start of this process, about
 
 # The environment variable with a folder where workers write their process ids and failure records: see launch.py.
 LAUNCHER = "TORCHTITAN_GRAPH_LAUNCHER"
@@ -101,7 +101,7 @@ def name(number: int) -> str:
 def message(number: int = 0) -> str:
     """Return the message that `number`, or the signal received here, has ended a process."""
     what = "at once" if _stepping and not number else "before the first step"
-    return f"stopped by {name(number or _received)} {what}; started again, a run goes on from its newest checkpoint"
+    return f"stopped by {name(number or _received)} {what}; start it again to resume from its newest checkpoint"
 
 
 def exit_code(number: int = 0) -> int:
@@ -118,9 +118,9 @@ def _touch(suffix: str) -> None:
 
 
 def _die_with_launcher() -> None:
-    """Set the kernel to kill this worker when the launcher is gone, however that ended; only on Linux.
+    """Set the kernel to kill this worker when the launcher has ended in any way; only on Linux.
 
-    Otherwise a killed launcher leaves workers that hold their GPUs for ever.
+    Otherwise a killed launcher leaves workers that hold their GPUs.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG

@@ -16,7 +16,7 @@ def test_second_run_in_a_folder_is_refused(tmp_path: Path) -> None:
     lock = Lock(tmp_path)
     code, output = train("--job.dump_folder", str(tmp_path))
     assert code == 2, output
-    assert f"a run is going on in it, process {os.getpid()} on {socket.gethostname()}" in output
+    assert f"a run holds it, process {os.getpid()} on {socket.gethostname()}" in output
     assert "Traceback" not in output
     assert [path.name for path in tmp_path.iterdir()] == ["run.lock"], "something was written"
     lock.release()

@@ -168,7 +168,7 @@ def test_a_second_ctrl_c_ends_it_at_once(tmp_path: Path) -> None:
             time.sleep(2)
         output += process.stdout.read()
         assert process.wait(60) == 130, end_of(output)
-    assert "stopped by Ctrl-C at once; started again, a run goes on" in output
+    assert "stopped by Ctrl-C at once; start it again to resume" in output
 
 
 REFUSED = {

@@ -106,7 +106,7 @@ def test_what_a_killed_rank_printed_is_kept_and_named(launch: Launch, caplog: py
         (logs / str(rank)).mkdir(parents=True)
         (logs / str(rank) / "stderr.log").write_text(printed)
     launch.report(0, {0: silent(-signal.SIGTERM), 1: silent(-signal.SIGKILL, local_rank=1)})
-    assert caplog.messages[0] == f"rank 1 was ended by SIGKILL; what it printed is in {logs / '1'}"
+    assert caplog.messages[0] == f"rank 1 was ended by SIGKILL; its output is in {logs / '1'}"
     assert launch.has_logs_to_read
 
 

@@ -163,8 +163,8 @@ def test_mistakes_are_one_line(
     [
         ('{"step": 1, "validation_loss": 3.0}\n', "config.toml': can't be read"),
         ("torn\n", "metrics.jsonl, line 1: is not JSON"),
-        ('{"step": 1}\n{"step": 2, "validation_loss": "3"}\n', "line 2: is not what is stored there: validation_loss:"),
-        ("[1]\n", "metrics.jsonl, line 1: is not what is stored there"),
+        ('{"step": 1}\n{"step": 2, "validation_loss": "3"}\n', "line 2: has invalid content: validation_loss:"),
+        ("[1]\n", "metrics.jsonl, line 1: has invalid content"),
         ("[" * 5000 + "\n", "line 1: has lists or objects more than 100 deep"),
         ('{"step": ' + "1" * 5000 + "}\n", "line 1: is not JSON: a number of 5,000 digits"),
         ("\udcff\n", "line 1: is not JSON"),

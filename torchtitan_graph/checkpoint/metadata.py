@@ -250,7 +250,7 @@ class _Reader:
     def set_items(self, pairs: list[Any]) -> None:
         """Add keys and values to a dictionary."""
         into, keys = self._stack[-1], pairs[::2]
-        # The hash of anything else may take for ever.
+        # The hash of anything else may never end.
         if type(into) is not dict or any(type(key) is not str and type(key) is not MetadataIndex for key in keys):
             raise UserError("it has keys that are no names")
         into.update(zip(keys, pairs[1::2], strict=True))

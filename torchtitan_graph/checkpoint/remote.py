@@ -2,7 +2,7 @@
 
 Note [Whole at an address]: object stores have no rename. A checkpoint there is whole when it has a `manifest.json`,
 which is written last and deleted first, and all files have the sizes in it. Its `train_state.json` is written first and
-deleted last: a folder with it and without a manifest is the leftover of a killed upload or deletion, and nobody else's.
+deleted last: a folder with it and without a manifest is the leftover of a killed upload or deletion.
 """
 
 import contextlib

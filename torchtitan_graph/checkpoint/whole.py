@@ -69,7 +69,7 @@ def find_gaps(held: Mapping[str, Held]) -> list[str]:
     for name, (boxes, shapes, dtypes) in held.items():
         if len(shapes) > 1 or len(dtypes) > 1:
             kinds = sorted(map(str, [*map(list, shapes), *dtypes]))
-            problems.append(f"{name}: the ranks disagree on what it is: {', '.join(kinds)}")
+            problems.append(f"{name}: the ranks disagree on its shape or dtype: {', '.join(kinds)}")
         elif not make_up(boxes, *shapes):
             total, num_held = math.prod(*shapes), sum(math.prod(box.sizes) for box in boxes)
             problems.append(f"{name}: all ranks' parts together are {num_held} of {total} numbers")

@@ -44,7 +44,7 @@ class DataFile:
         try:
             found = os.stat(self.path)
         except FileNotFoundError as error:
-            raise UserError(f"{self.path}: is gone, while it is still read; put it back, and start again") from error
+            raise UserError(f"{self.path}: was deleted while the run reads it; put it back, and start again") from error
         if found.st_size != self.size:
             what = f"had {self.size:,} bytes when it was opened, and has {found.st_size:,} now"
         elif found.st_mtime_ns != self._changed_at:

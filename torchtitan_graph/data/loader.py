@@ -147,7 +147,7 @@ class DataLoader:
                 logger.info("training.sources: the weights change from row %d on", state["rows"])
         given = self._mixture.lanes_given(saved["given"] if saved else [state["rows"]])
         if [row for row, *_ in state["lanes"]] != given or min(map(min, state["lanes"])) < 0:
-            # Skipping to a row far ahead of its lane's cursor would take for ever.
+            # Skipping to a row far ahead of its lane's cursor would never end.
             raise UserError(f"checkpoint: its data position says {state['rows']:,} rows, which its lanes did not give")
         self._rows.set_start(state["rows"], origin, state["lanes"])
         self.rewind()

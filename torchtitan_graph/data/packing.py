@@ -31,7 +31,7 @@ class Lane:
     A document is [bos] + ids + [eos], and left out if it has no ids. A row has the next `seq_len` tokens, wherever
     documents begin or end, so every token is an input once. If documents stay `whole`, a row ends where the next one
     does not fit; only one that is longer than a row is split. With `repeat` the lane continues with its next epoch;
-    otherwise its last row is padded, and rows of padding follow for ever.
+    otherwise its last row is padded, and endless rows of padding follow.
     """
 
     def __init__(

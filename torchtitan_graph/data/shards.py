@@ -65,7 +65,7 @@ class Shards:
         if num_shards < 1 or not self.splits:
             raise UserError(f"{folder / INDEX}: names no shard or no split; run scripts/pretokenize.py again")
         if tokenizer is None:
-            raise UserError(f"{folder}: holds token ids, and no text; name what it was made from")
+            raise UserError(f"{folder}: holds token ids, and no text; name the corpus that they were made from")
         if index["tokenizer"] != tokenizer.digest:
             raise UserError(
                 f"{folder}: its token ids are of another tokenizer than model.hf_assets_path names (theirs"

@@ -35,7 +35,7 @@ _COLUMN_HINT = (
     " text, and train on its shards"
 )
 _KINDS = {list: "a list", dict: "an object", int: "a number", float: "a number", bool: "a truth value"}
-_UTF8_HINT = "Convert to UTF-8 what is another encoding; training.skip_not_utf8 = true leaves such documents out"
+_UTF8_HINT = "Convert text of another encoding to UTF-8; training.skip_not_utf8 = true leaves such documents out"
 
 
 class NotUtf8(UserError):
@@ -229,7 +229,7 @@ class JsonLines(_Texts):
         text = row.get(self._column)
         if not isinstance(text, str):
             if self._column in row:
-                found = f"what is under the key {self._column!r} is no text, but {_KINDS.get(type(text), 'null')}"
+                found = f"the value of the key {self._column!r} is no text, but {_KINDS.get(type(text), 'null')}"
             else:
                 found = f"no text under the key {self._column!r}; there is {_shortened(sorted(row))}"
             raise UserError(f"{where}: {found}. {_COLUMN_HINT}")

@@ -275,5 +275,5 @@ class Metrics:
             if is_transient(error):
                 raise
             if not self._has_failed:
-                logger.error(f"numbers of steps are lost for metrics.jsonl or a dashboard, training goes on: {error}")
+                logger.error(f"numbers of steps are lost for metrics.jsonl or a dashboard, training continues: {error}")
             self._has_failed = True

@@ -28,14 +28,14 @@ def check_profiling(config: job.Profiling) -> None:
 
 
 def _write(what: str, path: Path, write: Callable[[Path], None]) -> None:
-    """Write a profiler's file; an error is logged and training goes on."""
+    """Write a profiler's file; an error is logged and training continues."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write(path)
     except OSError as error:
         with suppress(OSError):
             path.unlink()
-        logger.error(f"{what} {path} is not written, training goes on: {error}")
+        logger.error(f"{what} {path} is not written, training continues: {error}")
     else:
         logger.info(f"wrote {what} {path}")
 

@@ -123,7 +123,7 @@ class RunFolder:
         try:
             self._lock.release()
         except OSError as error:
-            logger.warning(f"{self._lock.path} stays: {error}")
+            logger.warning(f"{self._lock.path} is not deleted: {error}")
 
 
 def check_place(dump_folder: str) -> Path:

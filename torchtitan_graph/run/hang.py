@@ -10,7 +10,7 @@ from torchtitan_graph.config import job
 from torchtitan_graph.log import logger
 
 STDERR = 2
-TRACES = "comm_traces"  # folder in job.dump_folder for what is written when a step hangs
+TRACES = "comm_traces"  # folder in job.dump_folder for the diagnostics of a hung step
 
 
 def set_up_flight_recorder(dump_folder: Path) -> None:

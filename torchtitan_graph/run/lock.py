@@ -65,7 +65,7 @@ class Lock:
             return False
 
     def _create(self) -> bool:
-        """Create the lock and return True; False if there is one. A kill leaves none, or a whole one."""
+        """Create the lock and return True; False if there is one. A kill leaves no partial lock."""
         try:
             self._tmp.unlink(missing_ok=True)  # a FIFO or a link of that name is not written to
             with self._tmp.open("xb") as file:
@@ -110,10 +110,10 @@ class Lock:
             ) from None
         try:
             holder = parse_json(content, Identity, self.path)
-            said = f"a run is going on in it, {describe(holder)}; stop that run, or give this one a folder of its own"
+            said = f"a run holds it, {describe(holder)}; stop that run, or name another folder"
         except BadFile as error:
             why = str(error) if content else f"{self.path}: is empty"
-            said = f"who holds it is unknown ({why}); stop what runs in it, or give this run a folder of its own"
+            said = f"its holder is unknown ({why}); stop the run in it, or name another folder"
         if (stale := self._stale(holder)) is None:
             raise FolderHeld(
                 f"{option}: {said}. If nothing runs, this one can start {STALE_AFTER_S} s after the other's last "

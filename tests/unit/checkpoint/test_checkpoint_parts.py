@@ -60,7 +60,7 @@ def test_each_rank_saves_and_loads_its_own(tmp_path: Path) -> None:
     [
         ((("first", "shared"), ("shared",)), (2, 2), ["unexpected: model.second\n", "optim.second.exp_avg"]),
         ((("first", "shared"), ("shared", "second", "third")), (2, 2), ["missing: model.third\n"]),
-        (BOTH, (2, 3), ["model.shared: the ranks disagree on what it is: [3, 2], [3, 3], torch.float32"]),
+        (BOTH, (2, 3), ["model.shared: the ranks disagree on its shape or dtype: [3, 2], [3, 3], torch.float32"]),
     ],
     ids=["lacking", "unknown", "different"],
 )

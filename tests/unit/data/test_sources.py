@@ -242,7 +242,7 @@ CORRUPT = {
     "a.jsonl": [
         (b'{"text": "x"}\n{"text": \n', "line 2: is not JSON"),
         (b'{"text": "x"}\n\n{"txt": "y"}\n', r"line 3: no text under the key 'text'; there is \['txt'\]"),
-        (b'{"text": "x"}\n{"text": 3}\n', "line 2: what is under the key 'text' is no text, but a number"),
+        (b'{"text": "x"}\n{"text": 3}\n', "line 2: the value of the key 'text' is no text, but a number"),
         (b'{"text": null}\n', "is no text, but null"),
         (b'{"text": ["x"]}\n', "is no text, but a list.*--text_column"),
         (
@@ -332,7 +332,7 @@ FILES = {
     [
         (lambda file: os.truncate(file, 3), "when it was opened, and has 3 now"),
         (lambda file: os.utime(file, (1, 1)), "was written since it was opened"),
-        (Path.unlink, "is gone, while it is still read"),
+        (Path.unlink, "was deleted while the run reads it"),
         (lambda file: (file.unlink(), os.mkfifo(file)), "when it was opened, and has 0 now"),
     ],
     ids=["cut", "rewritten", "gone", "fifo"],

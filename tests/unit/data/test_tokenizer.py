@@ -81,7 +81,7 @@ def test_special_tokens_are_found(tmp_path, config):
         ({"eos_token": None}, "no token ends a document"),
         ({"eos_token": 3}, "eos_token is 3, which is no token"),
         ({"eos_token": {"special": True}}, "eos_token is '', which is no token"),
-        (["<|eos|>"], "tokenizer_config.json: is not what is stored there: Expected `object`"),
+        (["<|eos|>"], "tokenizer_config.json: has invalid content: Expected `object`"),
     ],
 )
 def test_special_tokens_that_are_not_there(tmp_path, config, message):

@@ -62,7 +62,7 @@ def test_training_goes_on_where_no_trace_can_be_written(tmp_path: Path, caplog: 
     with small_disk(tmp_path / "disk", "64k", inodes=5) as disk:
         fill(disk)
         train(config, disk, num_steps=9)
-        assert caplog.text.count("is not written, training goes on: [Errno 28]") == 2
+        assert caplog.text.count("is not written, training continues: [Errno 28]") == 2
         assert not list(disk.rglob("*.gz"))
 
 

@@ -77,7 +77,7 @@ def test_a_run_whose_folder_can_not_be_written_any_more_ends_with_warnings(
         run = run_in(disk)
         set_read_only(disk)
         run.close(FINISHED)
-        assert "this run is finished is not written" in caplog.text and "run.lock stays" in caplog.text
+        assert "this run is finished is not written" in caplog.text and "run.lock is not deleted" in caplog.text
         with pytest.raises(UserError, match="can't be written: .*Read-only file system"):
             run_in(disk)
 

@@ -27,7 +27,7 @@ def test_released_lock_is_free(tmp_path: Path) -> None:
 def test_held_lock_is_refused_and_kept(tmp_path: Path) -> None:
     lock = Lock(tmp_path)
     content = lock.path.read_text()
-    with pytest.raises(UserError, match=f"a run is going on in it, process {os.getpid()} on "):
+    with pytest.raises(UserError, match=f"a run holds it, process {os.getpid()} on "):
         Lock(tmp_path)
     assert lock.path.read_text() == content
     assert [path.name for path in tmp_path.iterdir()] == ["run.lock"]
@@ -128,7 +128,7 @@ def test_a_lock_that_does_not_say_who_holds_it_is_told_as_such(
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     path = tmp_path / "run.lock"
     path.write_bytes(content)
-    with pytest.raises(FolderHeld, match="who holds it is unknown") as refused:
+    with pytest.raises(FolderHeld, match="its holder is unknown") as refused:
         Lock(tmp_path)
     assert said in str(refused.value) and f"at once if you delete {path}" in str(refused.value)
     assert "None" not in str(refused.value) and path.read_bytes() == content
@@ -181,7 +181,7 @@ def test_a_file_system_without_links_has_locks(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(os, "link", no_links)
     lock = Lock(tmp_path)
-    with pytest.raises(FolderHeld, match="a run is going on"):
+    with pytest.raises(FolderHeld, match="a run holds it"):
         Lock(tmp_path)
     lock.release()
     assert not list(tmp_path.iterdir())

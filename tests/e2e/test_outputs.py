@@ -90,12 +90,12 @@ def test_what_was_measured_stands_beside_the_estimates(
     unit = {"us": 1e-6, "ms": 1e-3, "s": 1.0}[titles.split()[-1]]
     assert sum(float(x.replace(",", "")) for x in whole.split()[-2:]) * unit == pytest.approx(expected, rel=1e-3)
     page = tmp_path / "page.html"
-    assert explore([str(reference[0]), "-o", str(page)]) == 0
+    assert explore(["--job.config_file", str(reference[0]), "-o", str(page)]) == 0
     packed = re.search(r'id="data">(.*?)</script>', page.read_text(encoding="utf-8"))
     graph, _ = json.loads(zlib.decompress(base64.b64decode(packed[1])))["graphs"]  # type: ignore[index]
     assert sum(graph["calls"]["measured"]) == pytest.approx(expected * 1e9, rel=1e-4)  # each in whole nanoseconds
     # The same nodes, in rows of another length.
-    assert explore([str(reference[0]), "-o", str(page), "--training.seq_len", "32"]) == 2
+    assert explore(["--job.config_file", str(reference[0]), "-o", str(page), "--training.seq_len", "32"]) == 2
     assert "it is of another graph" in capsys.readouterr().err
     monkeypatch.setenv("NGPU", "1")
     assert main(wanted) == 2 and "the run had 2 ranks, not 1; put NGPU=2 in front" in capsys.readouterr().err

@@ -153,7 +153,7 @@ def without_a_gradient() -> list[tuple[float, list[str]]]:
     for in_graph in (False, True):
         each = Job(Cell(), job.Optimizer(lr=1e-2), in_graph)
         before = each.seen()
-        norm = each.update(torch.tensor(1.0)) if in_graph else each.steps.clip(MAX_NORM)
+        norm = each.update.clip(torch.tensor(1.0)) if in_graph else each.steps.clip(MAX_NORM)
         found.append((float(norm), bits_that_differ(before, each.seen())))
     return found
 

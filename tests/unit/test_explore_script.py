@@ -141,7 +141,7 @@ def test_a_run_is_shown_with_what_can_be_read_of_it(
     (run / "config.toml").write_bytes(b"\xff")
     left = run_data(run, tmp_path / "page.html")
     assert (left["facts"], left["curves"], left["config"]) == ([], {}, "")
-    for name in ("metrics.jsonl, line 1: is not JSON", "status.json: is not what", "config.toml: is not UTF-8"):
+    for name in ("metrics.jsonl, line 1: is not JSON", "status.json: has invalid content", "config.toml: is not UTF-8"):
         assert any(name in message and "made without it" in message for message in caplog.messages), name
 
 

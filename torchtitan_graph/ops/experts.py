@@ -86,7 +86,7 @@ def flops_of_groups(rows: Tensor, *rest: object, out_val: Tensor, **_: object) -
 
 
 def one_for_each_group(*args: object, **_: object) -> bool:
-    """Say for `dynamic_rows` that a result's size does not depend on the number of rows."""
+    """Return False, as `dynamic_rows` of operators whose result's size does not depend on the number of rows."""
     return False
 
 

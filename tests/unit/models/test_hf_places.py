@@ -340,7 +340,7 @@ def test_a_folder_that_is_there_is_not_written_over(folder: Path) -> None:
 
 
 def test_what_is_not_finished_has_another_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchtitan_graph.models.hf.files._sync", lambda path: 1 / 0)
+    monkeypatch.setattr("torchtitan_graph.small_files.sync", lambda path: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         save_weights(plain(), family(), tmp_path / "hf")
     assert [path.name for path in tmp_path.iterdir()] == ["hf.tmp"]

@@ -139,21 +139,13 @@ class NewFolder:
     def commit(self) -> None:
         """Flush everything to disk, and rename the folder to its final name."""
         for file in (*self.tmp.iterdir(), self.tmp):
-            _sync(file)
+            small_files.sync(file)
         if self.path.exists():
             os.rename(self.path, self.old)
         os.rename(self.tmp, self.path)
-        _sync(self.path.parent)
+        small_files.sync(self.path.parent)
         if self.old.exists():
             shutil.rmtree(self.old)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def num_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:

@@ -8,7 +8,7 @@ import pytest
 from runs import train
 
 from disks import fill, small_disk
-from torchtitan_graph.requeue import begin_attempt, end_attempt
+from torchtitan_graph.launch.requeue import begin_attempt, end_attempt
 
 JOB = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "0"}
 

@@ -118,8 +118,8 @@ def test_storage_that_is_away_is_no_mistake(tmp_path: Path) -> None:
 def test_mistake_in_an_option_is_told_before_torch_is_imported(tmp_path: Path) -> None:
     script = """
 import sys
-from torchtitan_graph import launch
-code = launch.main(sys.argv[1:])
+from torchtitan_graph.launch.__main__ import main
+code = main(sys.argv[1:])
 assert "torch" not in sys.modules
 sys.exit(code)
 """

@@ -10,7 +10,7 @@ import pytest
 
 from torchtitan_graph import stop, train
 from torchtitan_graph.config import load
-from torchtitan_graph.launch import Launch
+from torchtitan_graph.launch.__main__ import Launch
 from torchtitan_graph.log import logger
 
 # A process that is set up for ever, in Python or in a call that never comes back to it.

@@ -1,7 +1,7 @@
 """Name the bad nodes of an allocation, in less than a minute, before a run meets them:
 
-    srun --ntasks-per-node=8 python -m torchtitan_graph.preflight DUMP_FOLDER
-    torchrun --nproc-per-node=8 -m torchtitan_graph.preflight DUMP_FOLDER
+    srun --ntasks-per-node=8 python -m torchtitan_graph.launch.preflight DUMP_FOLDER
+    torchrun --nproc-per-node=8 -m torchtitan_graph.launch.preflight DUMP_FOLDER
 
 One process per GPU, or per CPU node; under srun with MASTER_ADDR and MASTER_PORT set. Every process checks its device,
 the shared folder, its clock and its code, and reports to rank 0 through a store; a node that does not report is bad
@@ -47,7 +47,7 @@ def main() -> int:
     """Check the nodes, and return 0 if all are well, else 5."""
     init_logging()
     if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
-        logger.error("usage, in each process of an allocation: python -m torchtitan_graph.preflight DUMP_FOLDER")
+        logger.error("usage, in each process of an allocation: python -m torchtitan_graph.launch.preflight DUMP_FOLDER")
         return CONFIGURATION
     try:
         check_environment()

@@ -13,11 +13,11 @@ from types import SimpleNamespace
 import pytest
 from torch.distributed import run
 
-from torchtitan_graph import launch as launcher
 from torchtitan_graph import stop
 from torchtitan_graph.checkpoint import SaveError
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.launch import Launch, on_this_machine
+from torchtitan_graph.launch import __main__ as launcher
+from torchtitan_graph.launch.__main__ import Launch, on_this_machine
 from torchtitan_graph.log import logger
 from torchtitan_graph.run.failure import CONFIGURATION, FAULT, NON_FINITE, SAVE_FAILED, report_to_launcher
 from torchtitan_graph.trainer import NonFiniteError

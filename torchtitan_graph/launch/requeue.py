@@ -1,6 +1,6 @@
 """Restarts of a SLURM job: the decisions before and after multinode_trainer.slurm trains.
 
-    python -m torchtitan_graph.requeue begin|end|stopped [--table.key value ...]
+    python -m torchtitan_graph.launch.requeue begin|end|stopped [--table.key value ...]
 
 `stopped` is the end of an attempt that got a signal to stop. The run's status and failures decide, never an exit code.
 The history of the job's attempts is in `requeue.json` in the run's folder.
@@ -142,7 +142,7 @@ def main() -> int:
     """Return 0 if the attempt should begin, or the job's work is done or continues in another attempt; else 1 or 2."""
     when, *options = sys.argv[1:] or [""]
     if when not in ("begin", "end", "stopped") or not {"SLURM_JOB_ID", "SLURM_JOB_NODELIST"} <= os.environ.keys():
-        usage = "python -m torchtitan_graph.requeue begin|end|stopped [--table.key value ...]"
+        usage = "python -m torchtitan_graph.launch.requeue begin|end|stopped [--table.key value ...]"
         print(f"usage, in a SLURM job: {usage}", file=sys.stderr)
         return CONFIGURATION
     job_id, restart = os.environ["SLURM_JOB_ID"], int(os.environ.get("SLURM_RESTART_COUNT") or 0)

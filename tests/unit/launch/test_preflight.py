@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_graph import preflight
-from torchtitan_graph.preflight import judge, merge, slow_nodes
+from torchtitan_graph.launch import preflight
+from torchtitan_graph.launch.preflight import judge, merge, slow_nodes
 
 WELL = {"code": "abc", "torch": "2.13.0", "python": "3.11.2", "problems": []}
 
@@ -76,7 +76,7 @@ def launch(folder: Path, ranks: list[int], world_size: int, node_of: list[str], 
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "SLURM_NTASKS": str(world_size), **env}
-    script = "import sys, torchtitan_graph.preflight as p\n" + env.get("PATCH", "") + "\nsys.exit(p.main())"
+    script = "import sys, torchtitan_graph.launch.preflight as p\n" + env.get("PATCH", "") + "\nsys.exit(p.main())"
     started = [
         subprocess.Popen(
             [sys.executable, "-c", script, str(folder)],

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from disks import fill, small_disk
-from torchtitan_graph import requeue
-from torchtitan_graph.requeue import MAX_FRUITLESS, Decision, begin_attempt, end_attempt
+from torchtitan_graph.launch import requeue
+from torchtitan_graph.launch.requeue import MAX_FRUITLESS, Decision, begin_attempt, end_attempt
 from torchtitan_graph.run.failure import FAULT
 
 NODES = ["n1", "n2"]
@@ -31,9 +31,9 @@ def test_a_wrong_call_is_told_how_it_is_done(
 def test_what_the_batch_script_asks_is_answered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    script = (Path(requeue.__file__).parents[1] / "multinode_trainer.slurm").read_text()
+    script = (Path(requeue.__file__).parents[2] / "multinode_trainer.slurm").read_text()
     ends = sorted(set(re.findall(r"\bend=(\w+)", script)))
-    assert ends == ["end", "stopped"] and 'torchtitan_graph.requeue "$end"' in script
+    assert ends == ["end", "stopped"] and 'torchtitan_graph.launch.requeue "$end"' in script
     asked: list[tuple[str, ...]] = []
     monkeypatch.setattr(requeue, "_slurm", lambda *words: asked.append(words) or "n1")
     monkeypatch.setenv("SLURM_JOB_ID", "7")

@@ -1,0 +1,1 @@
+"""The processes of a job: started on one machine or under SLURM, the nodes checked before, the job requeued after."""

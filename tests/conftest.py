@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 
 import pytest
 import torch
+from xdist.scheduler import LoadFileScheduling
 
 from torchtitan_graph.log import logger
 
@@ -14,13 +15,26 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads its options
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Run folders in two processes, by file. Named files run in this process: two more take longer to start."""
+    """Run folders in two processes. Named files run in this process: two more take longer to start."""
     option = config.option
     if not config.pluginmanager.hasplugin("xdist") or "PYTEST_XDIST_WORKER" in os.environ:
         return
     is_whole = all(os.path.isdir(word) for word in config.args)
     if is_whole and option.numprocesses is None and not option.usepdb and not option.collectonly:
         option.numprocesses, option.dist = 2, "loadfile"
+
+
+class ByFixtures(LoadFileScheduling):
+    """Run a file in one process; and so a folder whose files share ranks and traces, or the run they compare with."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return next((folder for folder in ("tests/numerics/", "tests/e2e/") if nodeid.startswith(folder)), None) or (
+            super()._split_scope(nodeid)
+        )
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> ByFixtures:
+    return ByFixtures(config, log)
 
 
 def pytest_configure() -> None:

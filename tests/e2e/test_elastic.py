@@ -61,6 +61,7 @@ PP2 = ["--parallelism.pipeline_parallel_degree", "2"]
     ("layout", "other"),
     [pytest.param(EP2, PP2, id="EP-2-then-PP-2"), pytest.param(PP2, EP2, id="PP-2-then-EP-2", marks=pytest.mark.slow)],
 )
+@pytest.mark.slow
 def test_a_rank_killed_amid_a_step_is_told_once_and_the_run_goes_on_in_another_layout(
     layout: list[str], other: list[str], tmp_path: Path
 ) -> None:

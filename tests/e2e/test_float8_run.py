@@ -19,6 +19,7 @@ OPTIONS = (*MODEL, *FLOAT8, "--validation.enable", "--validation.freq", "1", "--
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_it_goes_on_where_it_was(ranks: int, tmp_path: Path) -> None:
     """On graphs that were precompiled without a stop; traced, stopped after two steps and then eager."""
     whole, first, then = (tmp_path / name for name in ("whole", "first", "then"))

@@ -126,6 +126,7 @@ def test_a_run_that_goes_on_takes_its_own_checkpoint(small: Path, tmp_path: Path
     assert "resuming after step 2" in output and "loaded the weights" not in output
 
 
+@pytest.mark.slow
 def test_an_export_that_fails_loses_no_checkpoint_and_is_done_again(tmp_path: Path) -> None:
     options = ["--job.dump_folder", str(tmp_path), "--training.steps", "2", "--checkpoint.last_save_in_hf"]
     slow = [*options, "--comm.train_timeout_seconds", "5"]

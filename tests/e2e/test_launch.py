@@ -147,6 +147,7 @@ def test_numbers_that_are_not_finite_stop_the_run_and_name_the_rank(tmp_path: Pa
         pytest.param("LosesItsStorage", 6, "Stale file handle", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_what_became_of_storage_is_the_launcher_s_exit_code(
     optimizer: str, code: int, told: str, tmp_path: Path
 ) -> None:

@@ -34,6 +34,7 @@ def test_memory_that_runs_out_in_setup_is_reported(tmp_path: Path) -> None:
     assert "what takes less memory:" in rest
 
 
+@pytest.mark.slow
 def test_a_step_that_can_not_fit_is_refused_with_what_would(tmp_path: Path) -> None:
     """Two ranks share a machine of 20 MiB, and each needs more than half with all activations kept."""
     options = ["--training.local_batch_size", "16", "--training.global_batch_size", "-1", "--training.seq_len", "256"]

@@ -19,6 +19,7 @@ def numbers(folder: Path) -> list[dict[str, Any]]:
     return [{key: record[key] for key in keys if key in record} for record in records]
 
 
+@pytest.mark.slow
 def test_two_stages_train_as_one_rank_does(tmp_path: Path) -> None:
     one = train("--job.dump_folder", str(tmp_path / "one"), *OPTIONS, "--checkpoint.last_save_in_hf")
     assert one.code == 0, one.output

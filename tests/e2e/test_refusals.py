@@ -130,6 +130,7 @@ sys.exit(code)
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_mistake_that_all_ranks_find_is_told_once(tmp_path: Path) -> None:
     options = ["--model.hf_assets_path", "./nowhere"]
     code, output = Command(str(REPOSITORY / "run_train.sh"), *options, cwd=tmp_path, NGPU="3").finish()

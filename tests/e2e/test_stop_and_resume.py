@@ -110,6 +110,7 @@ def test_killed_at_every_point_of_a_save(tmp_path: Path) -> None:
 FLOAT32 = ["--training.mixed_precision_param", "float32", "--training.steps", "4"]
 
 
+@pytest.mark.slow
 def test_resumed_on_another_number_of_ranks_and_workers(tmp_path: Path) -> None:
     one, two, one_then_two, two_then_one = (tmp_path / name for name in ("1", "2", "1 then 2", "2 then 1"))
     run_recorded(1, one, "--training.dataloader.num_workers", "2")

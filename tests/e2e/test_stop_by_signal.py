@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import patched_train
+import pytest
 from runs import REPOSITORY, TINY, Command, Result, numbers, records, saved, saved_steps, train
 
 
@@ -84,6 +85,7 @@ def test_signal_in_set_up_ends_the_run_in_order(tmp_path: Path) -> None:
     assert not (tmp_path / "run.lock").exists()
 
 
+@pytest.mark.slow
 def test_launcher_passes_a_signal_on_and_ends_as_its_workers_do(tmp_path: Path) -> None:
     options = ["--job.dump_folder", "./run", "--model.name", "my_models.slow", "--training.steps", "100"]
     command = Command(

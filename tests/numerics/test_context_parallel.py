@@ -34,12 +34,12 @@ OF_ROWS = AuxiliaryLoss(load_balance=0.1, by_sequence=True)
 OF_BATCH = AuxiliaryLoss(load_balance=0.1, router_z=0.01)
 FAST = {
     "CP-2": Cell(CP2, FP64),
-    "CP-2-bf16": Cell(CP2, BF16, recompute=BY_OP),
-    "CP-2-llama4": Cell(CP2, FP64, "llama4", attn="flex"),
     "CP-2-deepseek_v3": Cell(CP2, FP64, "deepseek_v3", auxiliary=OF_ROWS, num_microbatches=2),
     "CP-2-x-TP-2-one-layer": Cell(CP_TP, FP64, changes=(("num_layers", 1),)),
 }
 SLOW = {
+    "CP-2-llama4": Cell(CP2, FP64, "llama4", attn="flex"),
+    "CP-2-bf16": Cell(CP2, BF16, recompute=BY_OP),
     "CP-2-x-TP-2-gpt_oss": Cell(CP_TP, FP64, "gpt_oss"),
     "CP-2-flex": Cell(CP2, FP64, attn="flex", tied=True),
     "CP-2-qwen3-moe": Cell(CP2, FP64, "qwen3", flavor="debugmodel_moe", auxiliary=OF_BATCH),

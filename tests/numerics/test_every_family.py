@@ -50,24 +50,27 @@ MODELS = {
     }
     for version in (2, 3)
 }
-LIKE_ANOTHER = "deepseek_v3-groups-version-2"  # version 3 with softmax scores and no bias: slow tier
-# The most of each family; llama3 is in test_layouts_agree.py. Data parallel is one code for all of them.
+# In the fast tier a family has one cell of a kind; llama3 is in test_layouts_agree.py, and data parallelism is one code
+# for all of them. Version 2 of deepseek_v3 is version 3 with softmax scores and no bias.
 TO_PLAIN = {
-    *((model, "TP-2") for model in ("gpt_oss-debugmodel", "llama4-debugmodel", "qwen3-debugmodel_moe")),
-    *(("deepseek_v3-groups-version-3", layout) for layout in ("FSDP-2", "TP-2")),
+    (model, "TP-2")
+    for model in ("deepseek_v3-groups-version-3", "gpt_oss-debugmodel", "llama4-debugmodel", "qwen3-debugmodel_moe")
 }
 WITH_EXPERTS = [name for name in MODELS if name not in ("llama3-debugmodel", "qwen3-debugmodel")]
 PRECISIONS = {"fp32": FP32, "bf16": BF16}
 LAYOUTS = {"one-rank": ONE, "FSDP-2": FSDP2, "TP-2": TP2, "FSDP-2-x-TP-2": FSDP2_TP2}
-FAST = {("sdpa", "bf16", "FSDP-2"), ("flex", "fp32", "TP-2")}
+FAST = {
+    *((model, "sdpa", "bf16", "FSDP-2") for model in ("llama4-debugmodel", "qwen3-debugmodel_moe")),
+    *((m, "flex", "fp32", "TP-2") for m in ("qwen3-debugmodel", "gpt_oss-debugmodel", "deepseek_v3-debugmodel")),
+}
 AUXILIARY = {
     "over-the-batch": AuxiliaryLoss(load_balance=0.1, router_z=0.01),
     "over-each-sequence": AuxiliaryLoss(load_balance=0.1, by_sequence=True),
 }
 
 
-def slow_but(fast: str, models: Iterable[str]) -> list[object]:
-    return [pytest.param(model, marks=[] if model == fast else [pytest.mark.slow]) for model in models]
+def slow_but(fast: object, values: Iterable[object]) -> list[object]:
+    return [pytest.param(value, marks=[] if value == fast else [pytest.mark.slow]) for value in values]
 
 
 def differences(cell: Cell) -> list[str]:
@@ -81,7 +84,7 @@ def check(cell: Cell) -> None:
 @pytest.mark.parametrize(
     ("model", "attn", "precision", "layout"),
     [
-        pytest.param(*cell, marks=[] if cell[1:] in FAST and cell[0] != LIKE_ANOTHER else [pytest.mark.slow])
+        pytest.param(*cell, marks=[] if cell in FAST else [pytest.mark.slow])
         for cell in [(m, a, p, x) for m in MODELS for a in ("sdpa", "flex") for p in PRECISIONS for x in LAYOUTS]
     ],
 )
@@ -93,7 +96,11 @@ def test_every_family_in_every_layout(model, attn, precision, layout):
 
 @pytest.mark.parametrize(
     "recompute",
-    [Recompute(every=1), Recompute(by_op=True), Recompute(budget=Budget(0.0))],
+    [
+        pytest.param(Recompute(every=1), marks=pytest.mark.slow),
+        Recompute(by_op=True),
+        pytest.param(Recompute(budget=Budget(0.0)), marks=pytest.mark.slow),
+    ],
     ids=["full", "op", "budget"],
 )
 @pytest.mark.parametrize("model", slow_but("gpt_oss-debugmodel", MODELS))
@@ -103,7 +110,7 @@ def test_with_recomputation_and_accumulation(model, recompute):
 
 @pytest.mark.parametrize("model", slow_but("deepseek_v3-debugmodel", WITH_EXPERTS))
 @pytest.mark.parametrize("layout", ["FSDP-2", pytest.param("FSDP-2-x-TP-2", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("auxiliary", AUXILIARY.values(), ids=AUXILIARY)
+@pytest.mark.parametrize("auxiliary", slow_but(AUXILIARY["over-the-batch"], AUXILIARY.values()), ids=AUXILIARY)
 def test_with_auxiliary_losses(model, layout, auxiliary):
     check(Cell(LAYOUTS[layout], auxiliary=auxiliary, recompute=Recompute(every=1), **MODELS[model]))
 
@@ -116,7 +123,7 @@ def differences_from_plain(cell: Cell) -> list[str]:
     return bits_that_differ(train(cell, build_plain(cell)), graph)
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", slow_but("qwen3-debugmodel", MODELS))
 def test_one_rank_is_the_plain_module(model):
     assert run_on(1, differences_from_plain, Cell(**MODELS[model])) == [[]]
 
@@ -143,7 +150,7 @@ def test_every_layout_is_the_plain_module(model, layout):
     check_against_plain(Cell(LAYOUTS[layout], precision=FP64, fused_layers=layout == "TP-2", **MODELS[model]))
 
 
-@pytest.mark.parametrize("dims", [FSDP2, TP2], ids=["FSDP-2", "TP-2"])
+@pytest.mark.parametrize("dims", slow_but(TP2, [FSDP2, TP2]), ids=["FSDP-2", "TP-2"])
 def test_a_loss_of_each_sequence_is_the_same_in_every_layout(dims):
     auxiliary = AUXILIARY["over-each-sequence"]
     check_against_plain(Cell(dims, precision=FP64, auxiliary=auxiliary, **MODELS["deepseek_v3-debugmodel"]))
@@ -161,7 +168,7 @@ def loads(cell: Cell) -> dict[str, Tensor]:
     return {name: x for name, x in train(cell, build_graph(cell)).items() if name.endswith(".load")}
 
 
-@pytest.mark.parametrize("dims", [ONE, FSDP2, TP2], ids=["one-rank", "FSDP-2", "TP-2"])
+@pytest.mark.parametrize("dims", slow_but(TP2, [ONE, FSDP2, TP2]), ids=["one-rank", "FSDP-2", "TP-2"])
 def test_loads_count_every_slot_once(dims):
     """Whatever is recomputed, accumulated or split."""
     cell = Cell(dims, num_microbatches=2, recompute=Recompute(every=1), **MODELS["deepseek_v3-debugmodel"])
@@ -176,8 +183,15 @@ def differences_with(cell: Cell, other: Cell) -> list[str]:
     return bits_that_differ(eager(cell), train(other, build_graph(other)))
 
 
-@pytest.mark.parametrize(("model", "size"), [("gpt_oss", "window"), ("llama4", "chunk")])
-@pytest.mark.parametrize("attn", ["sdpa", "flex"])
+@pytest.mark.parametrize(
+    ("model", "size", "attn"),
+    [
+        ("gpt_oss", "window", "sdpa"),
+        ("llama4", "chunk", "flex"),
+        pytest.param("gpt_oss", "window", "flex", marks=pytest.mark.slow),
+        pytest.param("llama4", "chunk", "sdpa", marks=pytest.mark.slow),
+    ],
+)
 def test_a_mask_off_by_one_is_seen_in_the_first_loss(model, size, attn):
     tiny = {"window": 7, "chunk": 8}[size]
     cells = [Cell(family=model, attn=attn, changes=((size, n),)) for n in (tiny, tiny - 1)]

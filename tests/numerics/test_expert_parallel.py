@@ -96,13 +96,13 @@ def run(cell: Cell, twist: str = "", plain_twist: str = "") -> tuple[list[str], 
     "cell",
     [
         Cell(TP2_EP2, FP64, **DEEPSEEK, **OVER_ROWS),
-        Cell(EP2, BF16, num_microbatches=2, **GPT_OSS, **BY_OP),
-        Cell(EP2_FSDP2, FP64, **QWEN | FEW),
         Cell(EP2_ETP2, FP64, **GPT_OSS),
         Cell(ParallelDims(cp=2, ep=2), FP64, **DEEPSEEK, **OVER_ROWS),
         *(
             pytest.param(cell, marks=pytest.mark.slow)
             for cell in (
+                Cell(EP2, BF16, num_microbatches=2, **GPT_OSS, **BY_OP),
+                Cell(EP2_FSDP2, FP64, **QWEN | FEW),
                 Cell(TP2_EP2, FP64, **QWEN, **OVER_BATCH),
                 Cell(ParallelDims(cp=2, tp=2, ep=4), FP64, **QWEN | MANY, **OVER_BATCH),
                 Cell(ParallelDims(dp_shard=2, cp=2, ep=2), FP64, **GPT_OSS, **BY_OP),
@@ -135,12 +135,10 @@ def test_a_rank_that_gets_no_row():
     assert run(Cell(EP2, FP64, **QWEN, **FULL), twist, plain_twist=twist) == ([], [])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "cell",
-    [
-        Cell(TP2_EP2, BF16, **DEEPSEEK, **FULL),
-        pytest.param(Cell(EP2_FSDP2, BF16, **QWEN | FEW), marks=pytest.mark.slow),
-    ],
+    [Cell(TP2_EP2, BF16, **DEEPSEEK, **FULL), Cell(EP2_FSDP2, BF16, **QWEN | FEW)],
     ids=["TP-2-EP-2", "EP-2-x-FSDP-2"],
 )
 def test_every_pass_keeps_its_promise(cell):

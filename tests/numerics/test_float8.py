@@ -56,24 +56,24 @@ CURRENT, PAST, ROWS = Recipe(), Recipe(DELAYED), Recipe(ROWWISE, E4M3)
 BLOCKS = Recipe(MX, E4M3, emulate=True)
 QWEN3 = {"family": "qwen3", "flavor": "debugmodel_moe"}
 NOW, LATER = cell_of(ONE, CURRENT, num_steps=5), cell_of(ONE, PAST, num_steps=5)
-# Each recipe, layout, policy and kind of layer, and most pairs of them.
+# Each recipe, policy and kind of layer once; most pairs of them are in the slow tier.
 CELLS = {
-    "rowwise-wide": cell_of(ONE, Recipe(ROWWISE_WIDE, E4M3), num_microbatches=1),
     "current-e4m3-fp32-recompute-full": cell_of(ONE, Recipe(gradient=E4M3), precision=FP32, recompute=Recompute(1)),
     "delayed-recompute-op": cell_of(ONE, PAST, recompute=Recompute(by_op=True)),
-    "delayed-budget": cell_of(ONE, PAST, recompute=Recompute(budget=Budget(0.3))),
-    "experts-delayed": cell_of(ONE, PAST, **QWEN3),
     "experts-rowwise-recompute-full": cell_of(ONE, ROWS, family="deepseek_v3", recompute=Recompute(1)),
-    "experts-biased-FSDP-2": cell_of(FSDP2, CURRENT, family="gpt_oss", num_microbatches=1, num_steps=2),
     "experts-EP-2-recompute-op": cell_of(EP2, CURRENT, num_steps=2, recompute=Recompute(by_op=True), **QWEN3),
     "norms": cell_of(ONE, None, family="own_models.float8_norms", recompute=Recompute(1)),
     "mx-recompute-full": cell_of(ONE, BLOCKS, recompute=Recompute(1)),
     "FSDP-2-delayed-recompute-full": cell_of(FSDP2, PAST, recompute=Recompute(every=1)),
-    "FSDP-2-mx": cell_of(FSDP2, BLOCKS),
     "TP-2-current": cell_of(TP2, CURRENT),
-    "CP-2-delayed": cell_of(ParallelDims(cp=2), PAST),
 }
 SLOW = {
+    "rowwise-wide": cell_of(ONE, Recipe(ROWWISE_WIDE, E4M3), num_microbatches=1),
+    "delayed-budget": cell_of(ONE, PAST, recompute=Recompute(budget=Budget(0.3))),
+    "FSDP-2-mx": cell_of(FSDP2, BLOCKS),
+    "experts-biased-FSDP-2": cell_of(FSDP2, CURRENT, family="gpt_oss", num_microbatches=1, num_steps=2),
+    "CP-2-delayed": cell_of(ParallelDims(cp=2), PAST),
+    "experts-delayed": cell_of(ONE, PAST, **QWEN3),
     "current": NOW,
     "delayed": LATER,
     "FSDP-2-current": cell_of(FSDP2, CURRENT),
@@ -123,10 +123,7 @@ CAPTURED = {
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="Dynamo captures steps from torch 2.13 on")
 @pytest.mark.parametrize(
     "cell",
-    [
-        pytest.param(cell, id=name, marks=[pytest.mark.slow] * (name not in ("linear", "experts")))
-        for name, cell in CAPTURED.items()
-    ],
+    [pytest.param(cell, id=name, marks=[pytest.mark.slow] * (name != "experts")) for name, cell in CAPTURED.items()],
 )
 def test_what_dynamo_captures_is_eager_too(cell: Cell) -> None:
     cell = dataclasses.replace(cell, capture="dynamo")
@@ -170,6 +167,7 @@ def verified(cell: Cell) -> None:
     run_passes(traced.train.gm, passes(traced.plan), (), CPU, Inspection(verify_on=traced.inputs))
 
 
+@pytest.mark.slow
 def test_every_pass_keeps_its_promise() -> None:
     run_on(2, verified, cell_of(FSDP2, PAST, recompute=Recompute(every=1)))
 

@@ -49,6 +49,10 @@ VARIANTS = {
     "budget-half": {"recompute": Recompute(budget=Budget(0.5))},
     "budget-least": {"recompute": Recompute(budget=Budget(0.0))},
 }
+FAST_VARIANTS = {("TP-2", "tied", "fp32")} | {
+    ("FSDP-2", variant, "bf16")
+    for variant in ("accumulate-2", "reshard-the-root-too", "recompute-full", "by-module", "budget-half")
+}
 
 
 def differences(cell: Cell) -> list[str]:
@@ -67,7 +71,9 @@ def slow_unless(condition: bool) -> list[pytest.MarkDecorator]:
     "cell",
     [
         pytest.param(
-            Cell(dims, PRECISIONS[p]), id=f"{layout}-{p}", marks=slow_unless(p == "bf16" or layout == "FSDP-2")
+            Cell(dims, PRECISIONS[p]),
+            id=f"{layout}-{p}",
+            marks=slow_unless(p == "bf16" and layout != "FSDP-4" or layout == "FSDP-2"),
         )
         for layout, dims in LAYOUTS.items()
         for p in PRECISIONS
@@ -83,7 +89,7 @@ def test_every_layout(cell):
         pytest.param(
             Cell(dims, PRECISIONS[p], **options),
             id=f"{layout}-{variant}-{p}",
-            marks=slow_unless((layout, p) == ("FSDP-2", "bf16") or (layout, variant, p) == ("TP-2", "tied", "fp32")),
+            marks=slow_unless((layout, variant, p) in FAST_VARIANTS),
         )
         for layout, dims in LAYOUTS.items()
         for variant, options in VARIANTS.items()

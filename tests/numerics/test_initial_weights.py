@@ -31,7 +31,7 @@ def differing(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[st
 
 @pytest.mark.parametrize(
     "dims",
-    [FSDP2, TP2, FSDP4, *(pytest.param(dims, marks=pytest.mark.slow) for dims in (FSDP3, FSDP2_TP2))],
+    [FSDP2, TP2, *(pytest.param(dims, marks=pytest.mark.slow) for dims in (FSDP4, FSDP3, FSDP2_TP2))],
     ids=["FSDP-2", "TP-2", "FSDP-4", "FSDP-3", "FSDP-2-x-TP-2"],
 )
 def test_every_layout_starts_from_the_weights_of_one_rank(dims, one_rank):

@@ -97,9 +97,9 @@ def test_every_layout_is_the_plain_module(dims):
     "cell",
     [
         Cell(FSDP2, FP64, num_microbatches=2),
-        Cell(FSDP2, FP64, tied=True),
-        Cell(TP2, FP64, tied=True),
-        Cell(TP2, FP64, loss_parallel=False),
+        pytest.param(Cell(FSDP2, FP64, tied=True), marks=pytest.mark.slow),
+        pytest.param(Cell(TP2, FP64, tied=True), marks=pytest.mark.slow),
+        pytest.param(Cell(TP2, FP64, loss_parallel=False), marks=pytest.mark.slow),
         Cell(TP2, FP64, tied=True, loss_chunks=3),
     ],
     ids=["FSDP-2-accumulate-2", "FSDP-2-tied", "TP-2-tied", "TP-2-gathered-logits", "TP-2-tied-chunks"],

@@ -126,7 +126,12 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("name", OTHERS)
+FAST_OTHERS = ("AdamW, foreach, in groups", "SGD, foreach, without state", "Adagrad")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in FAST_OTHERS else [pytest.mark.slow]) for name in OTHERS]
+)
 def test_every_optimizer_in_FSDP(name: str) -> None:
     """That one too which makes its state in its first step."""
     assert run_on(2, differences, Cell(FSDP2), OTHERS[name]) == [[], []]
@@ -138,6 +143,7 @@ def test_Muon_takes_whole_matrices() -> None:
         run_on(2, differences, Cell(FSDP2), job.Optimizer("torch.optim.Muon", lr=1e-2))
 
 
+@pytest.mark.slow
 def test_groups_of_settings_and_experts_on_a_mesh_of_their_own() -> None:
     cell = Cell(ParallelDims(dp_shard=2, ep=2), **MODELS["deepseek_v3-debugmodel"])
     assert run_on(2, differences, cell, GROUPED) == [[], []]

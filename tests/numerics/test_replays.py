@@ -94,8 +94,10 @@ def differences(cell: Cell, in_graph: bool) -> tuple[list[str], int, int]:
     [
         (Cell(ONE), True, 1),
         (Cell(FSDP2, precision=BF16, num_microbatches=2), True, 1),
-        (Cell(FSDP2, tied=True), False, 1),
-        (Cell(num_microbatches=2, attn="flex", **MODELS["gpt_oss-debugmodel"]), True, None),
+        pytest.param(Cell(FSDP2, tied=True), False, 1, marks=pytest.mark.slow),
+        pytest.param(
+            Cell(num_microbatches=2, attn="flex", **MODELS["gpt_oss-debugmodel"]), True, None, marks=pytest.mark.slow
+        ),
         (Cell(EP2, **MODELS["deepseek_v3-debugmodel"]), True, None),
     ],
     ids=["one-rank", "FSDP-2, accumulated", "FSDP-2, tied", "flex and experts", "exchanged experts"],

@@ -23,14 +23,14 @@ EXPERTS = {"family": "qwen3", "flavor": "debugmodel_moe"}
 FEW = {"changes": (("num_layers", 2),), "num_steps": 3}
 BLOCKS = range(96, 145, 16)  # rows that end inside a block of a mask, and at its end
 CASES = {
-    "llama3 in TP 2": Cell(ParallelDims(tp=2), **FEW),
     "llama3 in FSDP 2 with block masks, by Dynamo": Cell(FSDP2, attn="flex", lengths=BLOCKS, capture="dynamo", **FEW),
     "gpt_oss, whose sinks are padded": Cell(family="gpt_oss", **FEW),
+}
+SLOW = {
+    "llama3 in TP 2": Cell(ParallelDims(tp=2), **FEW),
     "qwen3 with experts in FSDP 2, bf16, recomputed": Cell(
         FSDP2, **EXPERTS, precision=BF16, num_microbatches=2, recompute=Recompute(every=1), **FEW
     ),
-}
-SLOW = {
     "llama3 in FSDP 2 x TP 2, tied, bf16": Cell(ParallelDims(dp_shard=2, tp=2), tied=True, precision=BF16),
     "llama3 in DDP 2 with a memory budget": Cell(ParallelDims(dp_replicate=2), recompute=Recompute(budget=Budget(0.5))),
     "llama3 with its activations away": Cell(offload=("layers.*",)),

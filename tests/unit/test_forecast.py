@@ -179,7 +179,7 @@ def test_what_stages_gather_and_reduce_once_is_of_the_step() -> None:
     ("axis", "optimizer", "said"),
     [
         ("tensor", "--optimizer.implementation foreach", "optimizer step: passes"),
-        ("pipeline", "", "optimizer step: passes"),
+        pytest.param("pipeline", "", "optimizer step: passes", marks=pytest.mark.slow),
         ("tensor", "--optimizer.name torch.optim.SGD", "optimizer step: not traced in a dry run"),
     ],
 )
@@ -224,7 +224,7 @@ BUDGETED = {"FSDP-2": dataclasses.replace(_LAYERS, dims=ParallelDims(dp_shard=2)
 }
 
 
-@pytest.mark.parametrize("name", BUDGETED)
+@pytest.mark.parametrize("name", ["FSDP-2", "GPipe", pytest.param("ZBVZeroBubble", marks=pytest.mark.slow)])
 def test_gib_of_a_rank_are_met_or_refused_with_the_least(name: str, caplog: pytest.LogCaptureFixture) -> None:
     """What passes after the policy add is made up for: the bucket of a block waits for its last gradient. A pipeline's
     rank counts what its schedule holds of all of its stages. Of all tries, one table of passes is shown."""

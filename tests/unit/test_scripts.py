@@ -322,6 +322,7 @@ def test_show_graph_tells_what_modules_cost_in_each_stage(
 
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="a graph for several lengths needs torch 2.13")
+@pytest.mark.slow
 def test_compare_captures_compares_graphs_for_several_lengths(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:

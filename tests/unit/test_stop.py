@@ -69,9 +69,10 @@ def test_workers_die_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
     ("phase", "signals", "code", "said"),
     [
         ("import", [signal.SIGTERM], 143, "stopped by SIGTERM before the first step"),
-        ("setup", [signal.SIGINT], 130, "stopped by Ctrl-C before the first step"),
         ("setup", [signal.SIGINT, signal.SIGINT], 130, "stopped by Ctrl-C before the first step"),
-        ("blocked", [signal.SIGTERM], 143, "stopped by SIGTERM before the first step"),
+        pytest.param(
+            *("blocked", [signal.SIGTERM], 143, "stopped by SIGTERM before the first step"), marks=pytest.mark.slow
+        ),
         ("steps", [signal.SIGTERM], 0, "the step is done"),
     ],
 )

@@ -15,6 +15,7 @@ from matrix import (
     BF16,
     FP64,
     ONE,
+    TP2,
     Cell,
     Seen,
     bits_that_differ,
@@ -142,6 +143,17 @@ def test_a_rank_that_gets_no_row():
 )
 def test_every_pass_keeps_its_promise(cell):
     assert run_on(cell.dims.num_ranks, outcome, cell) == [""] * cell.dims.num_ranks
+
+
+def far_from_plain(cell: Cell, plain: Seen) -> list[str]:
+    return far_apart(plain, gathered(cell, train(cell, build_eager(cell))), 1e-12)
+
+
+def test_an_auxiliary_loss_counts_once_where_tensor_parallel_splits_each_expert():
+    """Every rank of tensor parallel computes the whole auxiliary loss, and their gradients are added."""
+    cell = Cell(TP2, FP64, num_steps=1, **QWEN, **OVER_BATCH)
+    one = dataclasses.replace(cell, dims=ONE)
+    assert run_on(2, far_from_plain, cell, train(one, build_plain(one))) == [[]] * 2
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------

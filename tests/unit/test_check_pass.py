@@ -14,11 +14,12 @@ from torch.fx import GraphModule
 
 from torchtitan_graph.capture.trace import minimal_fx_tracer
 from torchtitan_graph.check.matrix import BF16, Cell
-from torchtitan_graph.check.outcome import first_difference, same_bits
+from torchtitan_graph.check.outcome import NUMBERS, compare, first_difference, same_bits
 from torchtitan_graph.check.passes import Wanted, check_changed, check_graphs, check_numbers
 from torchtitan_graph.check.runner import Check, Failed, report
 from torchtitan_graph.check.shrink import shrink
 from torchtitan_graph.check_pass import main
+from torchtitan_graph.compiler import Pass
 from torchtitan_graph.config.job import ExtraPass
 from torchtitan_graph.formats.replay import read
 from torchtitan_graph.parallel.layout import ParallelDims
@@ -100,6 +101,16 @@ def test_another_order_on_another_rank_is_shown_on_two_collectives(want: Callabl
     assert "rank 1 sends in another order: number 1 on rank 0 is _c10d_functional.all_gather" in said
     _, operators = small_graph(said)
     assert operators.count("_c10d_functional.all_gather_into_tensor.default") == 2
+
+
+def test_outputs_may_be_off_by_rounding_only_if_the_pass_says_so() -> None:
+    gm, x = minimal_fx_tracer(lambda x: x * 2)(torch.ones(8)).gm, torch.rand(8) + 1
+    exact, rounding = (Pass("own", lambda gm: gm, exact=is_exact) for is_exact in (True, False))
+    rounded = x * (1 + 2**-22)
+    assert compare(exact, gm, [x], [x]) is compare(rounding, gm, [x], [rounded]) is None
+    for own, found in ((exact, rounded), (rounding, x * 1.1)):
+        failure = compare(own, gm, [x], [found])
+        assert failure is not None and failure.kind == NUMBERS
 
 
 @pytest.mark.parametrize(

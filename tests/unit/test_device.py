@@ -69,6 +69,16 @@ def test_the_hosts_peak_is_told_on_a_machine_with_a_gpu_as_well(monkeypatch: pyt
     assert 0.1 < device.host_peak_memory_gib() < 1024
 
 
+@on_cpu
+@pytest.mark.parametrize("name", ["memory.max", "memory.limit_in_bytes"])
+def test_a_containers_limit_is_the_memory(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "Path", lambda path: tmp_path / path.rpartition("/")[2])
+    whole = device.memory_total_gib()
+    for text, gib in (("max\n", whole), (f"{2**26}\n", 2**-4), (f"{2**60}\n", whole)):
+        (tmp_path / name).write_text(text)
+        assert device.memory_total_gib() == gib
+
+
 @pytest.mark.gpu
 def test_on_a_gpu_memory_and_peak_are_the_gpus() -> None:
     torch.cuda.reset_peak_memory_stats()

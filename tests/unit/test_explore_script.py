@@ -74,6 +74,14 @@ def test_a_run_of_a_pipeline_is_written(config: Path, tmp_path: Path, monkeypatc
         rest = dict(graph["memory"]["rest"])
         assert rest.keys() == {"parameters", "optimizer state", "batch and masks"} and all(rest.values())
         assert rest["optimizer state"] == 2 * rest["parameters"]
+    memory, held = evaluation["memory"], sum(evaluation["calls"]["held"])
+    peak, drawn = memory["peak"], list(zip(memory["begin"], memory["end"], memory["bytes"], strict=True))
+    scratch = dict(zip(memory["scratch_at"], memory["scratch"], strict=True))
+    by_call = [
+        sum(size for begin, end, size in drawn if begin <= i <= end) + scratch.get(i, 0)
+        for i in range(len(evaluation["calls"]["name"]))
+    ]
+    assert by_call[peak] == max(by_call) == held
     assert sum(stage["calls"]["held"]) > 0 and not list(tmp_path.glob("*.tmp"))
 
 

@@ -11,8 +11,10 @@ from torch import Tensor
 from torch.torch_version import TorchVersion
 
 from torchtitan_graph import device as devices
+from torchtitan_graph.capture.step import StepOutput
 from torchtitan_graph.config import JobConfig, load, target_of
 from torchtitan_graph.config.check import MOST_TOKENS
+from torchtitan_graph.data.batch import Batch
 from torchtitan_graph.device import Target
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
@@ -225,6 +227,18 @@ def test_counts_of_several_dtypes_keep_them() -> None:
     summed = steps._sum_state(state)
     assert list(summed) == ["a", "b", "c"]
     assert all(torch.equal(summed[name], x) and summed[name].dtype == x.dtype for name, x in state.items())
+
+
+def test_a_steps_loss_and_counts_are_summed_over_its_microbatches() -> None:
+    _, model = built("--model.attn", "sdpa")
+    alone = SimpleNamespace(routing_groups=[], degree=lambda axis: 1)
+
+    def step(batch: Batch, masks: Any, num_tokens: Tensor) -> StepOutput:
+        return StepOutput(batch.labels_BL.sum() / num_tokens, {"count": batch.tokens_BL.sum()})
+
+    microbatches = [Batch(*(torch.full((1, 4), i) for _ in Batch._fields)) for i in (1, 2, 4)]
+    output = Steps(model, alone, step, None).train(microbatches, torch.tensor(16))  # type: ignore[arg-type]
+    assert output.loss == 4 * (1 + 2 + 4) / 16 and output.state["count"] == 4 * (1 + 2 + 4)
 
 
 def test_rows_of_several_lengths_need_a_newer_torch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,6 +55,10 @@ def test_degrees_must_multiply_to_the_world_size() -> None:
 def test_experts_reuse_ranks_of_the_other_axes() -> None:
     arguments = "--parallelism.expert_parallel_degree 3 --parallelism.tensor_parallel_degree 2"
     assert any("context_parallel_degree 1 * tensor_parallel_degree 2 = 4; expert_" in x for x in problems(arguments, 4))
+    arguments = "--parallelism.expert_parallel_degree 4 --parallelism.tensor_parallel_degree 2"
+    assert check(load(arguments.split()), 4) == []
+    (said,) = problems(f"{arguments} --parallelism.expert_tensor_parallel_degree 2", 4)
+    assert "= 4; expert_parallel_degree * expert_tensor_parallel_degree 2 must divide that" in said
     arguments = "--parallelism.expert_tensor_parallel_degree 4 --parallelism.tensor_parallel_degree 2"
     assert problems(arguments, 2) == [
         "command line: parallelism.expert_tensor_parallel_degree = 4: legal are 1, each expert whole, and"

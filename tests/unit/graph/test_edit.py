@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from torchtitan_graph.capture.trace import minimal_fx_tracer
+from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.edit import call, copy_graph, copy_node, value
 
 aten = torch.ops.aten
@@ -40,6 +41,23 @@ def test_another_layout_of_an_input_is_another_value() -> None:
     with gm.graph.inserting_before(gm.graph.output_node()):
         strides = [value(call(gm.graph, n, aten.neg.default, n)).stride() for n in (straight, turned)]
     assert strides == [(3, 1), (1, 3)]
+
+
+def test_another_dtype_of_an_input_is_another_value() -> None:
+    gm = minimal_fx_tracer(lambda x: (x + 1, x.double()))(torch.ones(3)).gm
+    with gm.graph.inserting_before(gm.graph.output_node()):
+        results = [call(gm.graph, n, aten.neg.default, n) for n in gm.graph.output_node().all_input_nodes]
+    assert [value(n).dtype for n in results] == [torch.float32, torch.float64]
+
+
+def test_a_new_node_has_the_phase_and_the_module_of_its_source() -> None:
+    gm = minimal_fx_tracer(lambda x: x + 1)(torch.ones(2)).gm
+    (node,) = gm.graph.find_nodes(op="call_function", target=aten.add.Tensor)
+    for phase in ("forward", "backward"):
+        meta.write(node, phase=phase, module="layers.0")
+        with gm.graph.inserting_after(node):
+            new = call(gm.graph, node, aten.neg.default, node)
+        assert (meta.phase(new), meta.module(new)) == (phase, "layers.0")
 
 
 def test_a_copy_has_annotations_of_its_own() -> None:

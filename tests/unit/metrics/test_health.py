@@ -46,6 +46,7 @@ def test_the_next_leap_is_another_warning(caplog: pytest.LogCaptureFixture) -> N
         [*noise(50), 0.1],  # downwards
         [*noise(FEWEST - 1), 100.0],  # too few to compare with
         [*[3.0] * 50, 3.01],  # no deviation at all, hardly a leap
+        [*[9.0, 11.0, 10.0] * 17, 24.5],  # 14.5 median distances, 9.8 deviations
     ],
 )
 def test_no_alarm(values: list[float], caplog: pytest.LogCaptureFixture) -> None:

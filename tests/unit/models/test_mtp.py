@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchtitan_graph.capture.step import next_labels
-from torchtitan_graph.data.batch import IGNORE_INDEX
+from torchtitan_graph.capture.step import make_train_step, next_labels
+from torchtitan_graph.data.batch import IGNORE_INDEX, Batch
 from torchtitan_graph.errors import UserError
+from torchtitan_graph.loss import cross_entropy
 from torchtitan_graph.models import deepseek_v3
 from torchtitan_graph.models.hf import allocate, load_weights, new_model, save_weights
 from torchtitan_graph.models.hf.architecture import with_mtp_layers
@@ -78,6 +79,23 @@ def test_targets_stay_in_their_document() -> None:
     labels = torch.tensor([[11, 12, 13, X, 21, X, 31, 32]])  # documents of 4, 2 and more tokens
     assert next_labels(labels).tolist() == [[12, 13, X, X, X, X, 32, X]]
     assert next_labels(next_labels(labels)).tolist() == [[13, X, X, X, X, X, X, X]]
+
+
+def test_the_losses_of_the_tokens_further_ahead_are_averaged() -> None:
+    model = model_of(2)
+    model.ahead_weight = 0.3
+    tokens_BL, labels_BL = torch.randint(V, (2, 2, 8), generator=torch.Generator().manual_seed(0))
+    positions_BL, documents_BL = torch.arange(8).expand(2, 8), torch.zeros(2, 8, dtype=torch.long)
+    masks, num_tokens = model.masks(documents_BL, positions_BL), torch.tensor(16)
+    batch = Batch(tokens_BL, labels_BL, positions_BL, documents_BL)
+    logits_BLV, beside = model(tokens_BL, positions_BL, masks, side_outputs=True)
+    of_depths, targets_BL = [], labels_BL
+    for each_BLV in (logits_BLV, *beside.ahead):
+        of_depths.append(cross_entropy(each_BLV, targets_BL, num_tokens))
+        targets_BL = next_labels(targets_BL)
+    own, first, second = of_depths
+    loss, *_ = make_train_step(model, cross_entropy)(batch, masks, num_tokens)
+    torch.testing.assert_close(loss, own + 0.3 * (first + second) / 2, rtol=0, atol=1e-12)
 
 
 def test_weights_in_and_out(tmp_path: Path) -> None:

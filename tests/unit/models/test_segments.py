@@ -38,7 +38,7 @@ def largest_gap(found: list[Tensor], expected: list[Tensor]) -> float:
     return max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("num_kv_heads", [4, 1])
+@pytest.mark.parametrize("num_kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("kind", ["random", "of one token"])
 def test_numbers(kind: str, num_kv_heads: int) -> None:
     documents_BL, (q, k, v) = documents(kind), inputs(num_kv_heads)

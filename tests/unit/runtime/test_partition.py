@@ -13,19 +13,20 @@ from torchtitan_graph.runtime.partition import Parts, partition
 from torchtitan_graph.torch_private.fake import FakeTensorMode
 
 INPUTS = {"shard": "param", "x": "input", "dy": "input"}
-OUTPUTS = {"y": "output", "dx": "output", "shard": "grad"}
+OUTPUTS = {"y": "output", "dx": "output", "shard": "grad", "amax": "state"}
 
 
-def stage(shard: Tensor, x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def stage(shard: Tensor, x: Tensor, dy: Tensor) -> tuple[Tensor, ...]:
     """Gather a weight, multiply by a view of it, and go back through operators that no autograd marked; one of them
-    gives a tuple, of which the gradient of the input needs the first half alone."""
+    gives a tuple, of which the gradient of the input needs the first half alone. The state is the largest magnitude
+    of the incoming gradient, as a layer with delayed scaling returns it."""
     weight = shard * 2
     turned = weight.t()
     y = (x @ turned).relu()
     low, high = dy.aminmax(dim=0, keepdim=True)
     dx = (dy - low) @ turned.t()
     gradient = (dy + high).t() @ (x + 1) * 3
-    return y, dx, gradient * 4
+    return y, dx, gradient * 4, dy.abs().amax()
 
 
 def traced() -> GraphModule:

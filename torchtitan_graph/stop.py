@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 START = time.time()  # start of this process, about
 
-# The environment variable with a folder where workers write their process ids and failure records: see launch/__main__.py.
+# The environment variable with a folder where workers write their process ids and failure records: see launch/
 LAUNCHER = "TORCHTITAN_GRAPH_LAUNCHER"
 GRACE_S = 1.5  # time to end in order before the first step; then the process is ended at any point
 

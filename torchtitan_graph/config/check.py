@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchtitan_graph.config import checkpoint, graph, quantize
 from torchtitan_graph.config.job import OPTIONS, JobConfig, Problem, get, is_set, lines, source_name, unused
-from torchtitan_graph.config.option import brief, nearest
+from torchtitan_graph.config.option import brief, did_you_mean
 from torchtitan_graph.config.resolve import one_line, problem_list
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.rates import RATES
@@ -95,8 +95,7 @@ def _misplaced(config: Any, kind: type, prefix: str) -> Iterator[str]:
     """Yield a line for each table of a wrong class and each attribute that is no option."""
     known = {field.name: field for field in dataclasses.fields(kind)}
     for name in vars(config).keys() - known.keys():
-        near = nearest(prefix + name, [*OPTIONS])
-        yield f"{prefix}{name} is not an option" + (f"; did you mean {near}?" if near else "")
+        yield f"{prefix}{name} is not an option{did_you_mean(prefix + name, OPTIONS)}"
     for name, field in known.items():
         table = field.default_factory
         if isinstance(table, type) and dataclasses.is_dataclass(table):

@@ -7,7 +7,7 @@ from dataclasses import is_dataclass
 from typing import Any, get_type_hints
 
 from torchtitan_graph.config.job import OPTIONS, JobConfig
-from torchtitan_graph.config.option import Option, nearest, options, show
+from torchtitan_graph.config.option import Option, did_you_mean, options, show
 from torchtitan_graph.config.support import FLAVOR_SUFFIXES, OLD_FLAVORS, RENAMED, UNSUPPORTED, UNSUPPORTED_VALUES
 from torchtitan_graph.errors import UserError
 
@@ -97,8 +97,7 @@ def option_help(table: str | None) -> str:
         return "\n".join([SYNTAX, "", "Common options, with defaults:", "", *_columns(common), "", *_columns(shown)])
     chosen = [name for name in every if name == table or name.startswith(f"{table}.")]
     if not chosen:
-        near = nearest(table, [*every, *OPTIONS])
-        raise UserError(f"--help {table}: there is no such table" + (f"; did you mean {near}?" if near else ""))
+        raise UserError(f"--help {table}: there is no such table{did_you_mean(table, [*every, *OPTIONS])}")
     blocks = []
     for name in chosen:
         blocks.append(_help_block(f"[{name}]  {describe_table(name)}", every[name], "--" + name))

@@ -99,8 +99,7 @@ class Option:
         if self.any_case:
             value = next((choice for choice in self.choices if choice.lower() == value.lower()), value)
         if not self._is_legal(value):
-            near = nearest(value, self.choices) if self.choices else None
-            raise UserError(f"must be {self.legal()}" + (f"; did you mean {near}?" if near else ""))
+            raise UserError(f"must be {self.legal()}{did_you_mean(value, self.choices) if self.choices else ''}")
         return value
 
     def parse(self, text: str) -> Any:
@@ -143,9 +142,8 @@ class Option:
         for number, entry in enumerate(value, 1):
             where = f"entry {number}"
             if unknown := next((name for name in entry if name not in keys), None):
-                near = nearest(unknown, keys)
-                hint = f"did you mean {near}?" if near else f"its keys are {', '.join(keys)}"
-                raise UserError(f"{where}: {unknown} is not a key; {hint}")
+                hint = did_you_mean(unknown, keys, f"; its keys are {', '.join(keys)}")
+                raise UserError(f"{where}: {unknown} is not a key{hint}")
             settings = {}
             for name, option in keys.items():
                 try:
@@ -184,6 +182,12 @@ def options(table: type, prefix: str = "") -> dict[str, Option]:
             default = field.default if field.default is not dataclasses.MISSING else field.default_factory()  # type: ignore
             found[key] = Option(key, kind, optional, default, **field.metadata)
     return found
+
+
+def did_you_mean(name: str, names: Iterable[str], otherwise: str = "") -> str:
+    """Return the end of a message about an unknown name: the nearest known one, or `otherwise` if none is near."""
+    near = nearest(name, names)
+    return f"; did you mean {near}?" if near else otherwise
 
 
 def nearest(name: str, names: Iterable[str]) -> str | None:

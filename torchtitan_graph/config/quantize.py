@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from torchtitan_graph.config.job import OPTIONS, ROW_MULTIPLE, JobConfig, Problem, get, unused
-from torchtitan_graph.config.option import nearest, show
+from torchtitan_graph.config.option import did_you_mean, show
 
 LINEARS = ("float8", "quantize.linear.float8")  # two names for one
 LINEARS_MX = ("mx", "quantize.linear.mx")  # as well
@@ -42,8 +42,7 @@ def problems(config: JobConfig) -> Iterator[Problem]:
         if name == _EXPERTS_MX:
             yield Problem(key, f"{name}: experts are not built in MX formats; remove it, or use {EXPERTS}")
         elif name not in known:
-            near = nearest(name, known)
-            hint = f"; did you mean {near}?" if near else ""
+            hint = did_you_mean(name, known)
             yield Problem(key, f"{name} is unknown; legal are {LINEARS[0]}, {LINEARS_MX[0]} and {EXPERTS}{hint}")
     is_mx, is_float8 = converts_to_mx(converters), converts_linears(converters)
     if is_float8 and is_mx:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torchtitan_graph
 from torchtitan_graph.config.job import OPTIONS, JobConfig, get, put
-from torchtitan_graph.config.option import brief, nearest, show
+from torchtitan_graph.config.option import brief, did_you_mean, nearest, show
 from torchtitan_graph.config.support import (
     CHANGED,
     FLAVOR_SUFFIXES,
@@ -169,9 +169,8 @@ def _resolve_aliases(effective: dict[str, Setting], result: Resolution) -> None:
         return
     families = family_names()
     if name not in families:
-        near = nearest(name, families)
         why = f"must be one of {', '.join(families)}, or the dotted name of a module of your own"
-        result.refuse(effective["model.name"], why + (f"; did you mean {near}?" if near else ""))
+        result.refuse(effective["model.name"], why + did_you_mean(name, families))
         return
     given = config.model.flavor or ""
     suffix, attn = next((pair for pair in FLAVOR_SUFFIXES if given.endswith(pair[0])), ("", config.model.attn))

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from torchtitan_graph.config import job
-from torchtitan_graph.config.option import nearest
+from torchtitan_graph.config.option import did_you_mean
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
 from torchtitan_graph.optim.own_class import check_step, find_class, rehearse
@@ -160,8 +160,7 @@ def _check_options(config: job.Optimizer, parameters: Mapping[str, inspect.Param
     if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
         return
     for key in config.options.keys() - parameters.keys():
-        near = nearest(key, parameters)
-        hint = f"; did you mean {near}?" if near else f"; it takes {', '.join(parameters)}"
+        hint = did_you_mean(key, parameters, f"; it takes {', '.join(parameters)}")
         raise UserError(f"optimizer.options: {key!r}: {config.name} does not take it{hint}")
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from torchtitan_graph.config import job
-from torchtitan_graph.config.option import nearest
+from torchtitan_graph.config.option import did_you_mean
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.small_files import BadFile, read_text
 from torchtitan_graph.torch_private.pipelines import PipelineAction, pipeline_order, with_messages
@@ -237,9 +237,8 @@ def _as_named(parts: Sequence[Sequence[str]], modules: Sequence[str], num_stages
     named = [name for part in parts for name in part]
     where, in_order = "parallelism.module_fqns_per_model_part", f"the modules are {_shown(modules)}, in this order"
     if unknown := next((name for name in named if name not in modules), None):
-        near = nearest(unknown, modules)
-        hint = f"did you mean {near}?" if near else in_order
-        raise UserError(f"{where}: {unknown!r} is no part of this model; {hint}")
+        hint = did_you_mean(unknown, modules, f"; {in_order}")
+        raise UserError(f"{where}: {unknown!r} is not a part of this model{hint}")
     if missing := [name for name in modules if name not in named]:
         raise UserError(f"{where}: {', '.join(missing[:5])} is in no part; {in_order}")
     if repeated := next((name for name in named if named.count(name) > 1), None):

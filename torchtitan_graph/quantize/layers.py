@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from torchtitan_graph.capture.calls import called_as
-from torchtitan_graph.config.option import nearest
+from torchtitan_graph.config.option import did_you_mean
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.models.layers.feed_forward import FeedForward
 from torchtitan_graph.models.layers.moe import Experts
@@ -158,8 +158,7 @@ def _check(recipe: Recipe) -> None:
     if not isinstance(recipe, Recipe):
         raise UserError(f"recipe = {recipe!r}: must be a Recipe, such as Recipe({SCALINGS[0]!r})")
     if recipe.scaling not in SCALINGS:
-        near = nearest(str(recipe.scaling), SCALINGS)
-        hint = f"; did you mean {near}?" if near else ""
+        hint = did_you_mean(str(recipe.scaling), SCALINGS)
         raise UserError(f"Recipe: scaling = {recipe.scaling!r}: must be one of {', '.join(SCALINGS)}{hint}")
     if recipe.gradient not in (E4M3, E5M2):
         raise UserError(f"Recipe: gradient = {recipe.gradient!r}: must be {E5M2} or {E4M3}")

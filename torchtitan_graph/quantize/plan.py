@@ -10,7 +10,7 @@ from torch import nn
 
 from torchtitan_graph.config import JobConfig
 from torchtitan_graph.config.job import OPTIONS, Problem, lines
-from torchtitan_graph.config.option import nearest
+from torchtitan_graph.config.option import did_you_mean
 from torchtitan_graph.config.quantize import (
     EXPERTS,
     LINEARS,
@@ -221,8 +221,8 @@ def _recipe(scaling: str, gradient: str | None, emulate: bool) -> Recipe:
 def _check_parts(option: str, parts: Sequence[str], names: Collection[str], whose: str) -> None:
     for part in parts:
         if not any(part in name for name in names):
-            near = nearest(part, [*names, *(name.rpartition(".")[2] for name in names)])
-            hint = f"; did you mean {near}?" if near else f"; they are such as {', '.join([*names][:4])}"
+            known = [*names, *(name.rpartition(".")[2] for name in names)]
+            hint = did_you_mean(part, known, f"; they are such as {', '.join([*names][:4])}")
             raise UserError(f"{option} = {part!r}: is in no {whose} name{hint}")
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from torchtitan_graph.compiler import Extra, Pass, PassPlan, passes, update_passes
 from torchtitan_graph.config import job
-from torchtitan_graph.config.option import nearest
+from torchtitan_graph.config.option import did_you_mean
 from torchtitan_graph.config.own import find_own
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.blocks import block_of
@@ -70,9 +70,8 @@ def find_extra(entry: job.ExtraPass, options: job.Compile, of_pass: str, of_afte
     known = {each.name: each for each in (*passes(PassPlan({}, (), ())), *of_update)}
     legal = [name for name in known if name not in options.disable_passes]
     if entry.after not in legal:
-        near = nearest(entry.after, legal)
         why = "compile.disable_passes leaves it out; " if entry.after in known else ""
-        hint = f"; did you mean {near}?" if near else ""
+        hint = did_you_mean(entry.after, legal)
         raise UserError(f"{of_after} = {entry.after!r}: {why}legal are {', '.join(legal)}{hint}")
     run, option = find_own(of_pass, entry.pass_), f"{of_pass} = {entry.pass_!r}"
     try:
@@ -121,8 +120,7 @@ def plan_regions(options: job.Compile, model: nn.Module, device: torch.device) -
 def _modules_of(fusion: str, model: nn.Module) -> list[str]:
     """Return the regions of a fusion: patterns of module names, few however many layers there are."""
     if fusion not in FUSIONS:
-        near = nearest(fusion, list(FUSIONS))
-        hint = f"; did you mean {near}?" if near else ""
+        hint = did_you_mean(fusion, FUSIONS)
         raise UserError(f"compile.fusions = {fusion!r}: legal are {', '.join(FUSIONS)}{hint}")
     kind = FUSIONS[fusion]
     names = (name for name, module in model.named_modules() if isinstance(module, kind))
@@ -161,10 +159,9 @@ def _modules_of_blocks(option: str, pattern: str, model: nn.Module, blocks: Cont
     if matching := [name for name in inside if region_of(name, [pattern]) == name]:
         return matching
     alike = [".".join("*" if "*" in pattern and part.isdigit() else part for part in x.split(".")) for x in inside]
-    near = nearest(pattern, dict.fromkeys(alike))
     raise UserError(
         f"{option} = {pattern!r}: matches no module of a block; legal are names such as {', '.join(inside[:4])}, * for"
-        f" any one part{f'; did you mean {near}?' if near else ''}"
+        f" any one part{did_you_mean(pattern, dict.fromkeys(alike))}"
     )
 
 

@@ -217,7 +217,7 @@ class Trainer:
         if batches is None:
             return False
         with metrics.watch_work(self.step + 1):
-            loss, state = self.steps.train(batches.on_device, batches.num_tokens, batches.on_host)
+            loss, state, terms = self.steps.train(batches.on_device, batches.num_tokens, batches.on_host)
         grad_norm = self.update.clip(loss)
         reading = self._begin_to_read(loss, grad_norm, batches.num_tokens)
         (lr, *_) = self.lr_scheduler.get_last_lr()
@@ -244,6 +244,7 @@ class Trainer:
             own_data_s=self.feed.own_s,
             flops=flops,
             state=state,
+            loss_terms=terms,
             tokens_by_source=self.tokens_by_source,
         )
         return True

@@ -4,31 +4,37 @@ On one rank in fp32 bit for bit; in every layout in fp64 to 1e-12 of each tensor
 different orders.
 """
 
+import dataclasses
 import functools
 
 import faults
 import pytest
 import torch
+import torch.distributed as dist
 from matrix import (
     DDP2,
     FP64,
     FSDP2,
     LAYOUTS,
+    ONE,
     TP2,
     Cell,
     Data,
     Seen,
     bits_that_differ,
+    build_eager,
     build_graph,
     build_plain,
     eager,
     far_apart,
     gathered,
+    layout_of,
     microbatches,
     train,
 )
 
 from pool import run_on
+from torchtitan_graph.models.layers.moe import AuxiliaryLoss
 from torchtitan_graph.parallel.layout import ParallelDims
 from torchtitan_graph.parallel.recompute import Recompute
 
@@ -123,6 +129,55 @@ OWN_LOSS = {"precision": FP64, "family": "own_models.own_loss"}
 )
 def test_a_term_of_ones_own_has_one_size_in_every_layout(whole, cell):
     check(whole, cell)
+
+
+def terms_of(build, cell: Cell) -> tuple[dict[str, float], float]:
+    """Return the terms of a step's loss, and the loss, of all ranks."""
+    layout = layout_of(cell.dims)
+    output = build(cell).train(*microbatches(cell, layout.data_rank, 1))
+    terms = layout.of_all_stages(dict(output.terms))
+    losses = [torch.zeros_like(output.loss) for _ in range(cell.dims.num_ranks)]
+    dist.all_gather(losses, output.loss)
+    return {name: float(x) for name, x in terms.items()}, layout.total_loss([float(x) for x in losses])
+
+
+@torch.no_grad()
+def terms_of_a_plain_module(cell: Cell) -> dict[str, float]:
+    model, (batches, _) = build_plain(cell).model, microbatches(cell, 0, 1)
+    found = dict.fromkeys(("large_logits", "kind_of_row"), 0.0)
+    for batch in batches:
+        masks = model.masks(batch.documents_BL, batch.positions_BL)
+        _, side = model(batch.tokens_BL, batch.positions_BL, masks, side_outputs=True)
+        found = {name: found[name] + float(x.mean()) / len(batches) for name, x in side.losses.items()}
+    return found
+
+
+MTP = {"family": "deepseek_v3", "changes": (("num_mtp_layers", 1),), "auxiliary": AuxiliaryLoss(load_balance=0.1)}
+
+
+@pytest.mark.parametrize(
+    ("build", "cell", "names"),
+    [
+        (build_graph, Cell(FSDP2, num_microbatches=2, **OWN_LOSS), {"large_logits", "kind_of_row"}),
+        (build_eager, Cell(FSDP2, num_microbatches=2, **OWN_LOSS), {"large_logits", "kind_of_row"}),
+        (
+            build_graph,
+            Cell(ParallelDims(pp=2), pipeline=(("pipeline_parallel_schedule", "1F1B"),), **OWN_LOSS),
+            {"large_logits", "kind_of_row"},
+        ),
+        (build_graph, Cell(ParallelDims(tp=2, ep=2), FP64, **MTP), {"experts", "ahead"}),
+    ],
+    ids=["FSDP-2-accumulate-2", "eager", "PP-2", "TP-2-EP-2"],
+)
+def test_the_terms_of_a_loss_add_up_to_it(build, cell, names):
+    of_ranks = run_on(cell.dims.num_ranks, terms_of, build, cell)
+    for terms, loss in of_ranks:
+        assert terms.keys() == names | {"cross_entropy"} and min(terms.values()) > 1e-3
+        assert sum(terms.values()) == pytest.approx(loss, rel=TOLERANCE)
+    if "large_logits" in names:
+        whole = dataclasses.replace(cell, dims=ONE, pipeline=())
+        ((found, _), (expected,)) = of_ranks[0], run_on(1, terms_of_a_plain_module, whole)
+        assert {name: found[name] for name in expected} == pytest.approx(expected, rel=TOLERANCE)
 
 
 @pytest.mark.slow

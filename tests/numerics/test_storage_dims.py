@@ -42,7 +42,7 @@ class Stacked(nn.Module):
         x = self.table(tokens_BL)
         for up, down in zip(self.up, self.down, strict=True):
             x = x + (x @ up.T).tanh() @ down.T
-        return self.output(x), SideOutputs([], {})
+        return self.output(x), SideOutputs({}, {})
 
 
 def dim_of(parameter: Tensor) -> int:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -24,6 +26,8 @@ from torchtitan_graph.torch_private.tensors import accumulate, free_gradient_dty
 from torchtitan_graph.torch_private.tracing import annotated
 
 SLOT = ".amax"  # suffix of slots' names, see `make_train_step`: they hold largest magnitudes
+TERM = "loss/"  # prefix of the names of the loss's terms in a step's state
+CROSS_ENTROPY, EXPERTS, AHEAD = "cross_entropy", "experts", "ahead"  # names of the terms that are not a model's own
 IGNORE_INDEX = -100  # a label that is no target, as in torch's cross_entropy and data/batch.py
 
 
@@ -41,8 +45,8 @@ Loss = Callable[..., Tensor]  # (logits_BLV, labels_BL, num_tokens) or (x_BLD, l
 class SideOutputs(NamedTuple):
     """The results of a model's forward pass, other than the logits, when it is called with `side_outputs=True`.
 
-    losses  terms of the training loss, a number for each token, (B, L): the mean of each over all tokens of the step is
-            added to it, equal for every number of microbatches and ranks
+    losses  terms of the training loss by name, a number for each token, (B, L): the mean of each over all tokens of the
+            step is added to it, equal for every number of microbatches and ranks
     state   new state, by name: it leaves the step as a value, and `model.after_step` applies it. Each is a count,
             summed over microbatches and over ranks with different data. (Slots of layers are state too, see
             `make_train_step`.)
@@ -52,7 +56,7 @@ class SideOutputs(NamedTuple):
     experts  scalars of mixtures of experts: each is already this microbatch's share of a mean over the step
     """
 
-    losses: list[Tensor]
+    losses: dict[str, Tensor]
     state: dict[str, Tensor]
     ahead: Sequence[Tensor] = ()
     ahead_weight: float = 0.0
@@ -60,10 +64,14 @@ class SideOutputs(NamedTuple):
 
 
 class StepOutput(NamedTuple):
-    """A training step's results other than gradients: this rank's loss, and `SideOutputs.state`."""
+    """A training step's results other than gradients: this rank's loss, and `SideOutputs.state`.
+
+    terms  of a whole step: the loss's terms by name, where there are several; summed over microbatches and ranks
+    """
 
     loss: Tensor
     state: dict[str, Tensor]
+    terms: Mapping[str, Tensor] = MappingProxyType({})
 
 
 class StageModules(NamedTuple):
@@ -103,26 +111,43 @@ class _Head:
 def _forward(model: nn.Module, loss: Loss, batch: Inputs, masks: Any, num_tokens: Tensor) -> StepOutput:
     head = _Head(model, loss, batch, num_tokens)
     result, side = model(batch.tokens_BL, batch.positions_BL, masks, side_outputs=True, **head.given)
-    value = head(result)
-    for each in _terms(model, batch, side):
-        value = value + each
-    for ahead, of_ahead in enumerate(side.ahead, 1):
-        value = value + side.ahead_weight / len(side.ahead) * head(of_ahead, ahead)
-    return StepOutput(value, side.state)
+    terms = {CROSS_ENTROPY: [head(result)], **_terms(model, batch, side)}
+    if side.ahead:
+        weight = side.ahead_weight / len(side.ahead)
+        terms[AHEAD] = [weight * head(of_ahead, ahead) for ahead, of_ahead in enumerate(side.ahead, 1)]
+    return StepOutput(_sum(terms), side.state | _named(terms))
 
 
-def _terms(model: nn.Module, batch: Inputs, side: SideOutputs) -> list[Tensor]:
+def _sum(terms: Mapping[str, Sequence[Tensor]]) -> Tensor:
+    first, *others = itertools.chain.from_iterable(terms.values())
+    return sum(others, first)
+
+
+def _named(terms: Mapping[str, Sequence[Tensor]]) -> dict[str, Tensor]:
+    """Return the terms as state, unless the cross entropy is the only one: then it is the loss."""
+    if terms.keys() <= {CROSS_ENTROPY}:
+        return {}
+    return {TERM + name: sum(parts[1:], parts[0]).detach() for name, parts in terms.items()}
+
+
+def _terms(model: nn.Module, batch: Inputs, side: SideOutputs) -> dict[str, list[Tensor]]:
     """Return a microbatch's terms of the loss other than the targets' own.
 
     Raises:
-        UserError: a term is not a number for each token; sums and means over a microbatch would depend on the number of
-            microbatches and ranks. Or microbatches have different numbers of tokens.
+        UserError: a term has no name of its own, or is not a number for each token; sums and means over a microbatch
+            would depend on the number of microbatches and ranks. Or microbatches have different numbers of tokens.
     """
+    reserved = (CROSS_ENTROPY, EXPERTS, AHEAD)
+    if not isinstance(side.losses, dict) or any(name in reserved for name in side.losses):
+        raise UserError(
+            f"{type(model).__name__}: SideOutputs.losses must be a dict of terms by name, each the name of a metric; "
+            f"{', '.join(reserved)} are the names of the loss's other terms; see docs/extend/family.md"
+        )
     wanted = tuple(batch.tokens_BL.shape)
-    for term in side.losses:
+    for name, term in side.losses.items():
         if tuple(term.shape) != wanted:
             raise UserError(
-                f"{type(model).__name__}: a loss in SideOutputs.losses has the shape {tuple(term.shape)}; each must "
+                f"{type(model).__name__}: {name} in SideOutputs.losses has the shape {tuple(term.shape)}; each must "
                 f"have a number for each token, {wanted}. Leave out its sum or mean over tokens and rows: the step "
                 "adds the mean over all tokens of its microbatches and ranks. A number for each row is expanded over "
                 "the row's tokens, x_B[:, None].expand_as(tokens_BL); see docs/extend/family.md"
@@ -133,7 +158,8 @@ def _terms(model: nn.Module, batch: Inputs, side: SideOutputs) -> list[Tensor]:
             " a microbatch can't compute its mean over all tokens of a step, as others have rows of other lengths;"
             " set it to false"
         )
-    return [term.mean() / model.num_parts for term in side.losses] + list(side.experts)  # type: ignore[operator]
+    terms = {name: [term.mean() / model.num_parts] for name, term in side.losses.items()}  # type: ignore[operator]
+    return terms | ({EXPERTS: list(side.experts)} if side.experts else {})
 
 
 def next_labels(labels_BL: Tensor) -> Tensor:
@@ -161,7 +187,7 @@ def make_train_step(
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         free_gradient_dtype(parameters.values(), sum_in)
         slots = _slots(model)
-        value, state = forward(batch, masks, num_tokens)
+        value, state, _ = forward(batch, masks, num_tokens)
         gradients, in_slots, _ = _differentiate([value], [None], parameters, slots)
         return value, gradients, state | in_slots
 
@@ -295,9 +321,9 @@ def make_stage_step(
     def forward(batch: Inputs, masks: Any, num_tokens: Tensor, x: Tensor | None) -> Any:
         head = _Head(model, loss, batch, num_tokens)
         y, side = _run_stage(model, stage, batch, masks, x, head)
-        losses = [head(y)] if stage.last else []
-        losses += _terms(model, batch, side)
-        return y, sum(losses[1:], losses[0]) if losses else None, side.state
+        terms = {CROSS_ENTROPY: [head(y)]} if stage.last else {}
+        terms |= _terms(model, batch, side)
+        return y, _sum(terms) if terms else None, side.state | _named(terms)
 
     def stage_step(
         forward: Callable[..., Any], batch: Inputs, masks: Any, num_tokens: Tensor, x: Tensor | None, dy: Tensor | None
@@ -432,7 +458,7 @@ def make_eager_step(model: nn.Module, loss: Loss) -> Callable[[Inputs, Any, Tens
     slots = _slots(model)
 
     def step(batch: Inputs, masks: Any, num_tokens: Tensor) -> StepOutput:
-        value, state = _forward(model, loss, batch, masks, num_tokens)
+        value, state, _ = _forward(model, loss, batch, masks, num_tokens)
         value.backward()
         for name, slot in slots.items():
             state[name], slot.grad = _slot_value(slot, slot.grad), None

@@ -268,7 +268,7 @@ class PlainSteps(NamedTuple):
             masks = self.model.masks(batch.documents_BL, batch.positions_BL)
             logits_BLV, beside = self.model(batch.tokens_BL, batch.positions_BL, masks, side_outputs=True)
             loss = sum(beside.experts, _cross_entropy(logits_BLV, batch.labels_BL, num_tokens))
-            loss = loss + sum(term.mean() / len(batches) for term in beside.losses)
+            loss = loss + sum(term.mean() / len(batches) for term in beside.losses.values())
             for k, ahead_BLV in enumerate(beside.ahead, 1):  # targets of the same document
                 labels_BL = batch.labels_BL.roll(-k, dims=1)
                 labels_BL = labels_BL.masked_fill(
@@ -329,9 +329,9 @@ def train(
     for k in range(1, cell.num_steps + 1):
         batches, num_tokens = data(cell, data_rank, k)
         if isinstance(steps, PlainSteps):
-            loss, state = steps.train(batches, num_tokens)
+            loss, state, _ = steps.train(batches, num_tokens)
         else:
-            loss, state = steps.train(batches, num_tokens, [batch.to("cpu") for batch in batches])
+            loss, state, _ = steps.train(batches, num_tokens, [batch.to("cpu") for batch in batches])
         seen |= {f"step {k}: {name}": x for name, x in state.items()}
         seen[f"step {k}: loss"] = loss
         seen |= {f"step {k}: gradient of {n}": _copied(p.grad) for n, p in model.named_parameters()}

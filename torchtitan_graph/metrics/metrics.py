@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from torchtitan_graph.capture.step import TERM
 from torchtitan_graph.config import JobConfig, dump_toml
 from torchtitan_graph.config.job import OPTIONS, get
 from torchtitan_graph.device import device, peak_memory_gib
@@ -149,7 +150,8 @@ class Metrics:
         lr: float,
         tokens_seen: int,
         data_loading_s: float,
-        state: dict[str, torch.Tensor] | None = None,
+        state: Mapping[str, torch.Tensor] | None = None,
+        loss_terms: Mapping[str, torch.Tensor] | None = None,
         own_data_s: float = 0.0,
         flops: float | None = None,
         tokens_by_source: dict[str, int] | None = None,
@@ -163,6 +165,7 @@ class Metrics:
             data_loading_s: seconds of the step spent waiting for data; `own_data_s` for this rank's own.
             state: the model's state that the step changed, by name; of a mixture of experts `layers.1.moe.load`, the
                 slots of each expert.
+            loss_terms: the loss's terms by name, where there are several; in a pipeline this stage's parts of them.
             flops: this device's in the step, without recomputation; None: not known.
             tokens_by_source: all ranks' targets of each corpus of a mixture.
         """
@@ -173,7 +176,8 @@ class Metrics:
         self._step_time_s += step_s
         self._data_loading_s += data_loading_s
         self._record = {"step": step, "loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens_seen": tokens_seen}
-        self._record_end, self._state = {}, state or {}
+        self._record_end = {}
+        self._state = {**(state or {}), **{TERM + name: x for name, x in (loss_terms or {}).items()}}
         if self._work is not None:
             share = self.options.straggler_share
             self._record_end |= compare_ranks(step, step_s, self._work.seconds(), own_data_s, share)
@@ -204,6 +208,9 @@ class Metrics:
         loads = {name.removesuffix(_LOAD): x for name, x in state.items() if name.endswith(_LOAD)}
         # The largest load of an expert over the mean load: 1 is perfect balance.
         by_layer = {name: float(load_E.max() / load_E.double().mean()) for name, load_E in loads.items()}
+        terms = {name.removeprefix(TERM): float(x) for name, x in state.items() if name.startswith(TERM)}
+        if terms:
+            record["loss_terms"] = terms
         if loads:
             record["expert_imbalance"] = sum(by_layer.values()) / len(by_layer)
             if self.options.log_expert_loads:
@@ -211,6 +218,7 @@ class Metrics:
         self._num_steps, self._flops, self._step_time_s, self._data_loading_s = 0, None, 0.0, 0.0
         self._tokens_seen = tokens_seen
         curves = {f"experts/imbalance/{name}": value for name, value in by_layer.items()}
+        curves |= {f"{TAGS['loss']}/{name}": value for name, value in terms.items()}
         self._write(record | self._record_end, curves)
         if self._tensorboard is not None and loads:
             with self._errors_logged():

@@ -15,6 +15,7 @@ from torchtitan_graph.metrics.histograms import Histogram
 LAYOUT = {
     "overview": {
         "loss": ["train/loss$", "validation/loss$"],
+        "loss, by term": ["train/loss/.*"],
         "gradient norm": ["train/grad_norm$"],
         "learning rate": ["train/lr$"],
         "tokens per second": ["performance/tokens_per_second$"],

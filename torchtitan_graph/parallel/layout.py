@@ -6,6 +6,7 @@ The axes' names are defined here alone.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -241,12 +242,13 @@ class Layout:
         return total.item() / self.dims.pp
 
     def of_all_stages(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the state of all pipeline stages, merged by name; on the CPU where there are any."""
+        """Return the state of all pipeline stages, added by name; on the CPU where there are any."""
         if self.dims.pp == 1:
             return state
         by_stage: list[dict[str, Tensor]] = [{}] * self.dims.pp
         dist.all_gather_object(by_stage, {name: x.cpu() for name, x in state.items()}, group=self.group(PP))
-        return {name: x for of_stage in by_stage for name, x in of_stage.items()}
+        names = dict.fromkeys(itertools.chain.from_iterable(by_stage))
+        return {name: sum(of_stage[name] for of_stage in by_stage if name in of_stage) for name in names}  # type: ignore[misc]
 
     def total_loss(self, by_rank: Sequence[float]) -> float:
         """Return the sum of the losses of all ranks of the job; those along tp report the same, or parts with the same

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from torchtitan_graph.analysis.flops import Flops
-from torchtitan_graph.capture.step import StepOutput, bind_train_step, combine, make_eager_step, make_eval_step
+from torchtitan_graph.capture.step import TERM, StepOutput, bind_train_step, combine, make_eager_step, make_eval_step
 from torchtitan_graph.capture.traced import run_traced
 from torchtitan_graph.data.batch import Batch
 from torchtitan_graph.device import Recorders
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.optim import clip_grad_norm
-from torchtitan_graph.parallel.layout import PP, Layout, sum_over
+from torchtitan_graph.parallel.layout import PP, TP, Layout, sum_over
 from torchtitan_graph.parallel.pipeline import Pipeline
 from torchtitan_graph.parallel.recompute import recompute_eager
 from torchtitan_graph.parallel.storage import Storage, cast_parameters, materialize, shard_eager
@@ -63,7 +63,8 @@ class Steps:
             on_host: the microbatches in the host's memory; without them attn = "varlen" waits for the device.
 
         Returns:
-            the loss of this rank's microbatches, and the state that the step changes, of all ranks' (`SideOutputs`).
+            the loss of this rank's microbatches, the state that the step changes, of all ranks' (`SideOutputs`), and
+            the loss's terms, of all ranks' tokens; in a pipeline this stage's parts of them.
         """
         if self.quantized is not None:
             self.quantized.refresh()
@@ -71,16 +72,17 @@ class Steps:
         state: dict[str, Tensor] = {}
         each = list(zip(microbatches, on_host or itertools.repeat(None), strict=on_host is not None))
         if isinstance(self.step, Pipeline):
-            loss, state = self.step.train([partial(self._inputs, *batch, num_tokens) for batch in each])
+            loss, state, _ = self.step.train([partial(self._inputs, *batch, num_tokens) for batch in each])
         else:
             for batch in each:
                 output = self.step(*self._inputs(*batch, num_tokens))
                 loss = output.loss if loss is None else loss + output.loss
                 state = combine(state, output.state)
         assert loss is not None, "a step has microbatches"
+        terms = {name: state.pop(name) for name in [*state] if name.startswith(TERM)}
         if self.quantized is not None:
             state = self.quantized.take(state)
-        return StepOutput(loss, self._sum_state(state))
+        return StepOutput(loss, self._sum_state(state), self._sum_terms(terms))
 
     def evaluate(self, batch: Batch, on_host: Batch | None = None) -> Tensor:
         """Return the sum of the loss over this rank's targets of a batch; `on_host` as in `train`."""
@@ -126,6 +128,14 @@ class Steps:
             parts = total.split([x.numel() for x in alike.values()])
             summed |= {name: part.view_as(x) for (name, x), part in zip(alike.items(), parts, strict=True)}
         return {name: summed[name] for name in state}
+
+    def _sum_terms(self, terms: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Sum the loss's terms over the ranks, as `Layout.total_loss` does the loss; in one message."""
+        if not terms:
+            return {}
+        groups = [*self.layout.data_groups, *([self.layout.group(TP)] if self.layout.degree(TP) > 1 else [])]
+        total = sum_over(groups, torch.stack([*terms.values()])) / self.layout.dims.tp
+        return {name.removeprefix(TERM): x for name, x in zip(terms, total.unbind(), strict=True)}
 
 
 def build_steps(assembly: Assembly) -> Steps:

@@ -17,5 +17,5 @@ class Model(llama3.Model):
         if only is None or "output" in only:
             each_BL = logits_BLV.logsumexp(-1).square()
             of_row_BL = logits_BLV[..., 0].tanh().mean(1, keepdim=True).square().expand_as(each_BL)
-            beside.losses.extend([0.1 * each_BL, 0.3 * of_row_BL])
+            beside.losses.update(large_logits=0.1 * each_BL, kind_of_row=0.3 * of_row_BL)
         return logits_BLV, beside

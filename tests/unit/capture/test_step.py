@@ -40,7 +40,7 @@ class Tiny(nn.Module):
 
     def forward(self, tokens_BL: Tensor, positions_BL: Tensor, masks: Tensor, *, side_outputs: bool = False) -> Any:
         logits = self.output((self.table(tokens_BL) + positions_BL.unsqueeze(-1)) * masks)
-        return (logits, SideOutputs([], {})) if side_outputs else logits
+        return (logits, SideOutputs({}, {})) if side_outputs else logits
 
 
 def inputs(seed: int) -> tuple[Batch, Tensor, Tensor]:
@@ -203,10 +203,10 @@ def test_a_term_that_is_no_number_for_each_token_is_refused(wrong: Callable[[Ten
     class Own(Tiny):
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             logits_BLV, beside = super().forward(*args, **kwargs)
-            return logits_BLV, beside._replace(losses=[wrong(logits_BLV.logsumexp(-1).square())])
+            return logits_BLV, beside._replace(losses={"z": wrong(logits_BLV.logsumexp(-1).square())})
 
     for build in (make_eager_step, lambda *x: lambda *y: trace_train_step(*x, *y, device="cpu")):
-        with pytest.raises(UserError, match=r"Own: a loss .* each must have a number for each token, \(2, 4\)"):
+        with pytest.raises(UserError, match=r"Own: z .* each must have a number for each token, \(2, 4\)"):
             build(Own(), cross_entropy)(*inputs(0))
 
 
@@ -216,7 +216,7 @@ def test_a_term_with_rows_of_several_lengths_is_refused() -> None:
 
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             logits_BLV, beside = super().forward(*args, **kwargs)
-            return logits_BLV, beside._replace(losses=[logits_BLV.logsumexp(-1)])
+            return logits_BLV, beside._replace(losses={"z": logits_BLV.logsumexp(-1)})
 
     with pytest.raises(UserError, match="training.dynamic_seq_len = true: not with a loss in SideOutputs.losses"):
         make_eager_step(Own(), cross_entropy)(*inputs(0))

@@ -30,7 +30,7 @@ class Tiny(nn.Module):
         self.output = nn.Linear(3, 5)
 
     def forward(self, tokens_BL: Tensor, positions_BL: Tensor, masks: None, *, side_outputs: bool) -> Any:
-        return self.output(self.table(tokens_BL).tanh()), SideOutputs([], {})
+        return self.output(self.table(tokens_BL).tanh()), SideOutputs({}, {})
 
 
 @pytest.fixture

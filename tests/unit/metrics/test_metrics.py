@@ -370,7 +370,7 @@ def test_a_chart_is_added_when_its_first_curve_comes(tmp_path: Path) -> None:
 
 
 def test_every_chart_shows_a_curve_that_there_is(tmp_path: Path) -> None:
-    tags = [*metrics.TAGS.values(), "experts/imbalance/layers.0"]
+    tags = [*metrics.TAGS.values(), "experts/imbalance/layers.0", "train/loss/experts"]
     for category in tensorboard.LAYOUT.values():
         for patterns in category.values():
             assert all(any(re.match(pattern, tag) for tag in tags) for pattern in patterns)
@@ -414,6 +414,13 @@ def test_the_balance_of_experts_is_a_key_where_there_are_experts(tmp_path: Path)
     record = lines(tmp_path / "metrics.jsonl")[0]
     assert record["expert_imbalance"] == 1.25
     assert "expert_loads" not in record
+
+
+def test_the_terms_of_a_loss_are_a_key_and_curves_where_there_are_several(tmp_path: Path) -> None:
+    with build(tmp_path, options={"enable_tensorboard": True}) as logs:
+        run(logs, 1, 1, loss_terms={"cross_entropy": torch.tensor(2.0), "own": torch.tensor(0.5)})
+    assert lines(tmp_path / "metrics.jsonl")[0]["loss_terms"] == {"cross_entropy": 2.0, "own": 0.5}
+    assert scalars(tmp_path / "tb")["train/loss/own"] == [(1, 0.5)]
 
 
 def test_the_loads_of_experts_are_written_where_they_are_asked_for(tmp_path: Path) -> None:

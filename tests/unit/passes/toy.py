@@ -55,7 +55,7 @@ class Toy(nn.Module):
         x = self.tok_embeddings(tokens_BL)
         for layer in self.layers:
             x = layer(x)
-        return (self.output(x), SideOutputs([], {})) if side_outputs else self.output(x)
+        return (self.output(x), SideOutputs({}, {})) if side_outputs else self.output(x)
 
 
 def batch(seed: int = 0, rows: int = 2) -> Batch:

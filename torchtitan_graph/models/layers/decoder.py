@@ -310,7 +310,7 @@ class Decoder(nn.Module):
         rope = self.rope(positions_BL)
         x_BLD = self.tok_embeddings(tokens_BL) if runs("tok_embeddings") else tokens_BL
         masks = {name: as_bias(mask, x_BLD.dtype) for name, mask in masks.items()}
-        beside = SideOutputs([], {})
+        beside = SideOutputs({}, {})
         experts: list[Tensor] = []
         for name, block in self.blocks.items():
             if not isinstance(block, AheadBlock) and runs(name):

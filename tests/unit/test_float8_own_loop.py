@@ -116,7 +116,7 @@ class Twice(nn.Module):
 
 @dataclasses.dataclass
 class Beside:
-    losses: tuple = ()
+    losses: dict = dataclasses.field(default_factory=dict)
     state: dict = dataclasses.field(default_factory=dict)
     ahead: tuple = ()
     experts: tuple = ()

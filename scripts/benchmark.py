@@ -11,7 +11,7 @@ of ep2 each rank holds half of the experts.
 The modes take turns, step by step, in the same processes, so that whatever else the machine does meets all of them;
 figures are medians, and ratios are medians of the ratios of neighbouring steps, with the first and the third quartile
 of the time's. Memory is the most that one step holds above what it started with: on a CPU from the profiler's record
-of every allocation, on a GPU from the allocator. `predicted_mib` is what the graph's liveness says of it, with the
+of every allocation, on a GPU from the allocator. `predicted_mib` is the forecast by the graph's liveness, with the
 batch's masks. MODE@PERCENT has a memory budget of that part, MODE@full and MODE@selective are what
 `activation_checkpoint.mode` calls so. `products_share` is how much of a step its matrix products would take at the rate
 that one large product reaches here, with all processes at it.

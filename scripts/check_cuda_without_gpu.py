@@ -4,7 +4,7 @@
     gpuless/bin/python scripts/check_cuda_without_gpu.py [-k WORDS]
 
 It needs a CUDA build of torch, the newest that pip gives, in an environment of its own, a C++ compiler, and no GPU.
-Each test has a process of its own. docs/reference/cuda_without_a_gpu.md tells what is checked.
+Each test has a process of its own. docs/reference/cuda_without_a_gpu.md describes what is checked.
 The exit code is 0 if all pass, 1 if one fails, 2 if nothing could be run.
 """
 
@@ -101,10 +101,10 @@ def main() -> None:
         for number, test in enumerate(tests, 1):
             begin = time.perf_counter()
             code, text = pytest(["-q", "-s", test], env)
-            told = ["  " + line.partition("told: ")[2] for line in text.splitlines() if "told: " in line]
+            notes = ["  " + line.partition("note: ")[2] for line in text.splitlines() if "note: " in line]
             result = "FAILED" if code else "ok"
             print(f"{number}/{len(tests)} {test.partition('::')[2]}: {result}  ({time.perf_counter() - begin:.0f} s)")
-            print("\n".join([text] if code else told), end="\n" * bool(code or told), flush=True)
+            print("\n".join([text] if code else notes), end="\n" * bool(code or notes), flush=True)
             failed += [test] * bool(code)
     if failed:
         raise SystemExit(f"check_cuda_without_gpu: {len(failed)} of {len(tests)} failed: {', '.join(failed)}")

@@ -22,14 +22,14 @@ def main() -> None:
     parser.add_argument("--quantized", action="store_true", help="turn fp8 or MXFP4 weights back into numbers")
     options = parser.parse_args()
     # Needed by generate.py and convert_to_hf.py.
-    beside = [name for name in DESCRIPTION if (options.hf_folder / name).is_file()]
-    if taken := [name for name in beside if (options.out / name).exists()]:
+    described = [name for name in DESCRIPTION if (options.hf_folder / name).is_file()]
+    if taken := [name for name in described if (options.out / name).exists()]:
         parser.exit(2, f"{options.out} holds {', '.join(taken)} already: name a new folder\n")
     init_logging()
     try:
         model = from_hf(options.hf_folder, getattr(torch, options.dtype), quantized=options.quantized)
         path = save_model(options.out, model)
-        for name in beside:
+        for name in described:
             shutil.copy(options.hf_folder / name, options.out)
     except UserError as error:
         parser.exit(2, f"{error}\n")  # without the usage: the command was not wrong

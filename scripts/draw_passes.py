@@ -140,18 +140,18 @@ def _changed(before: Shown, after: Shown) -> list[str]:
 
 def _near(changed: list[str], before: Shown, after: Shown) -> set[str]:
     """Return the first changed node, changed nodes connected to it, and a few neighbours."""
-    beside: dict[str, list[str]] = {}
+    neighbours: dict[str, list[str]] = {}
     for each in (before, after):
         for name, (node, _) in each.items():
             around = [n.name for n in (*node.all_input_nodes, *node.users) if n.op != "output"]
-            beside.setdefault(name, []).extend(around)
+            neighbours.setdefault(name, []).extend(around)
     chosen, waiting = list[str](), [changed[0]]
     while waiting and len(chosen) < MOST:
         name = waiting.pop(0)
         if name not in chosen:
             chosen.append(name)
-            waiting += [n for n in beside[name] if n in set(changed)]
-    around = dict.fromkeys(n for name in chosen for n in beside[name] if n not in chosen)
+            waiting += [n for n in neighbours[name] if n in set(changed)]
+    around = dict.fromkeys(n for name in chosen for n in neighbours[name] if n not in chosen)
     return {*chosen, *list(around)[:AROUND]}
 
 

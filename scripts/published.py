@@ -145,7 +145,7 @@ def as_published(config: JobConfig, world_size: int, target: Target) -> Blueprin
     return Blueprint(config, world_size, dataclasses.replace(target, fused_norms=False))
 
 
-def told(figure: Published, job: BuiltJob, rates: Rates) -> JobForecast:
+def forecast(figure: Published, job: BuiltJob, rates: Rates) -> JobForecast:
     """Return the forecast of a figure on a board."""
     prices = by_rates(job, rates)
     if FLOAT8 in figure.how:
@@ -170,9 +170,9 @@ def main() -> int:
             except UserError as error:
                 print(f"{figure.name}: {error}", file=sys.stderr)
                 continue
-        plan = told(figure, jobs[key], rates)
+        plan = forecast(figure, jobs[key], rates)
         found = plan.tokens_per_second / figure.world
-        sold = told(figure, jobs[key], RATES["H100"]).tokens_per_second / figure.world
+        sold = forecast(figure, jobs[key], RATES["H100"]).tokens_per_second / figure.world
         row = {"name": figure.name, "published": figure.tokens, "forecast": found, "error": found / figure.tokens - 1,
                "GiB": max(plan.needs) / GIB, "published_GiB": figure.gib, "fitted": figure.fitted,
                "on_H100_as_sold": sold, "step": dataclasses.asdict(plan.step)}  # fmt: skip

@@ -58,7 +58,7 @@ def read_lines(text: str) -> list[Line]:
 
 
 def _read_line(text: str) -> Line | None:
-    """Return a line of a dump as a node; None if it is no node's. A line is untrusted, and may be long."""
+    """Return a line of a dump as a node; None if it is not a node's. A line is untrusted, and may be long."""
     call, _, words = text.partition("  # ")
     words, _, held = words.rpartition(" | ")
     called, marks = _CALL.match(call), _MARKS.match(words)

@@ -227,8 +227,8 @@ def run_passes(
     gm.meta["name"] = watch.graph
     if table is not None:
         watch.say("\n".join([f"{watch.graph}: passes", *table.lines()]))
-        if told := table.communication():
-            watch.say(f"{watch.graph}: {told}")
+        if summary := table.communication():
+            watch.say(f"{watch.graph}: {summary}")
     else:
         watch.say(f"{watch.graph}: passes: {num_nodes} -> {len(gm.graph.nodes)} nodes, {in_all:.2f} s")
     return gm

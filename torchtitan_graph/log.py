@@ -75,5 +75,5 @@ def _torchrun_names_the_rank() -> bool:
     try:
         own_file = os.stat(os.path.join(os.path.dirname(error_file), "stderr.log"))
         return os.path.samestat(own_file, os.fstat(sys.stderr.fileno()))
-    except OSError:  # no such file, or a stderr that is no file
+    except OSError:  # no such file, or a stderr that is not a file
         return False

@@ -21,7 +21,7 @@ def cross_entropy(
     microbatches: the losses of ranks and microbatches then add up, and every layout computes the same number.
 
     It is computed in fp32, in fp64 for logits in it. Logits sharded over the vocabulary (a DTensor) are never gathered:
-    the ranks exchange three numbers for each row. A label of IGNORE_INDEX is no target; one that is no class makes the
+    the ranks exchange three numbers for each row. A label of IGNORE_INDEX is ignored; one that is not a class makes the
     loss infinite.
 
     Args:

@@ -49,7 +49,8 @@ def open_small(path: Path, max_bytes: int = MAX_BYTES) -> BinaryIO:
     try:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
-            raise BadFile(f"{path}: is no regular file, but {_KINDS.get(stat.S_IFMT(found.st_mode), 'something else')}")
+            kind = _KINDS.get(stat.S_IFMT(found.st_mode), "something else")
+            raise BadFile(f"{path}: is not a regular file, but {kind}")
         if found.st_size > max_bytes:
             raise BadFile(f"{path}: has {found.st_size:,} bytes, more than the {max_bytes:,} that such a file may have")
         return os.fdopen(descriptor, "rb")

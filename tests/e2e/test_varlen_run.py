@@ -28,7 +28,7 @@ def test_what_it_can_not_do_is_refused_by_name(tmp_path: Path) -> None:
     code, output = train(*folder, "--model.name", "gpt_oss", "--model.flavor", "debugmodel")
     assert code == 2 and "model.attn = 'varlen': the mask 'sliding' of this model is not causal attention" in output
     code, output = train(*folder, "--compile.cuda_graphs")
-    assert code == 2 and "not with compile.cuda_graphs: the number of documents is no part of a" in output
+    assert code == 2 and "not with compile.cuda_graphs: the number of documents is not part of a" in output
     dry = ["--comm.mode", "fake_backend", "--comm.fake_device", "H100", "--training.mixed_precision_param", "float32"]
     code, output = train(*folder, *dry)
     assert code == 2 and "in bfloat16 or float16, not in torch.float32" in output

@@ -58,4 +58,4 @@ def plain(names: list[str]) -> list[str]:
 
 def tell(text: str) -> None:
     """Say something under the test's line of the report."""
-    print(f"told: {text}", flush=True)
+    print(f"note: {text}", flush=True)

@@ -32,7 +32,7 @@ def check(folder: Path, change: str, minutes: float = 30) -> tuple[int, list[Row
     assert found["device"] == "NVIDIA H100 80GB HBM3" and found["torch"] == torch.__version__
     assert str(folder) not in json.dumps(found)
     for row in found["rows"]:
-        print(f"told: {row}", flush=True)
+        print(f"note: {row}", flush=True)
     return done.returncode, found["rows"]
 
 

@@ -134,7 +134,7 @@ def stale_differences(cell: Cell) -> list[str]:
     steps = build_graph(cell)
     assert steps.quantized is not None
     steps.quantized.refresh()
-    steps.quantized.refresh = lambda anew=True: None  # type: ignore[method-assign]
+    steps.quantized.refresh = lambda always=True: None  # type: ignore[method-assign]
     return bits_that_differ(eager(cell), train(cell, steps))
 
 

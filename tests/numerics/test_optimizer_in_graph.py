@@ -273,7 +273,7 @@ def test_it_is_one_graph_with_its_collectives_that_writes_in_place() -> None:
         assert nodes.count("aten._fused_adamw_.tensor_lr") == 1
         assert "aten.empty_strided.default" not in nodes
         assert not [node for node in nodes if node.startswith(("profiler.", "aten.detach", "c10d."))]
-        assert "optim group of layers.0.attention.wk.weight.lr" in inputs  # what a schedule sets is no constant
+        assert "optim group of layers.0.attention.wk.weight.lr" in inputs  # what a schedule sets is not a constant
         assert "optim norm.weight.step" in inputs
 
 

@@ -98,7 +98,7 @@ def test_a_profile_of_other_ranks_is_refused(
     ("arguments", "words"),
     [
         (["{run}/confg.toml"], "can't be read: No such file or directory; did you mean config.toml"),
-        (["{run}/.."], "is no run's folder, for it has no config.toml; these are runs: "),
+        (["{run}/.."], "is not a run's folder, for it has no config.toml; these are runs: "),
         (["{run}", "--training.sequence_len", "64"], "is not an option; see training.seq_len"),
         (
             ["{run}", "--compile.capture", "dynamo"],
@@ -158,7 +158,7 @@ def test_a_run_is_shown_with_what_can_be_read_of_it(
     [
         ("config.toml", b"[model\n", "config.toml': is not valid TOML"),
         ("config.toml", b"\xff", "is not UTF-8 (invalid start byte at byte 0, in line 1)"),
-        ("config.toml", None, "is no run's folder, for it has no config.toml"),
+        ("config.toml", None, "is not a run's folder, for it has no config.toml"),
         ("profile_traces/step-4/rank0.json.gz", b"no gzip", "rank0.json.gz: is "),
         (
             "profile_traces/step-4/rank0.json.gz",

@@ -189,7 +189,7 @@ def test_what_is_no_small_file_is_not_read(tmp_path: Path, which: str) -> None:
     path = {"graphs": graph_file(written(tmp_path)), "index": tmp_path / INDEX}[which]
     path.unlink()
     os.mkfifo(path)
-    with pytest.raises(UserError, match="is no regular file, but a FIFO.*Make it again: run this"):
+    with pytest.raises(UserError, match="is not a regular file, but a FIFO.*Make it again: run this"):
         taken(tmp_path)
     path.unlink()
     with path.open("wb") as file:

@@ -75,7 +75,7 @@ def test_generate_finds_the_configuration_wherever_the_checkpoint_lies(
     assert text(run / "checkpoint") == text(run) == text(tmp_path / "converted") == expected
     shutil.copytree(run, run.with_name("other"))
     words = refusal("generate.py", run.parent, monkeypatch=monkeypatch, capsys=capsys)
-    assert f"{run.parent} is no checkpoint; did you mean one of" in words and f"{run}/checkpoint/step-5" in words
+    assert f"{run.parent} is not a checkpoint; did you mean one of" in words and f"{run}/checkpoint/step-5" in words
     shutil.rmtree(run.with_name("other"))
     # Moved away, with the configuration in it; and without any.
     moved = tmp_path / "far" / "away" / "from" / "all" / "runs"
@@ -168,7 +168,7 @@ def test_mistakes_are_one_line(
         ("[" * 5000 + "\n", "line 1: has lists or objects more than 100 deep"),
         ('{"step": ' + "1" * 5000 + "}\n", "line 1: is not JSON: a number of 5,000 digits"),
         ("\udcff\n", "line 1: is not JSON"),
-        (None, "metrics.jsonl: is no regular file, but a FIFO"),
+        (None, "metrics.jsonl: is not a regular file, but a FIFO"),
     ],
 )
 def test_a_folder_that_is_no_run_s_can_not_be_checked(
@@ -183,7 +183,7 @@ def test_a_folder_that_is_no_run_s_can_not_be_checked(
     ("text", "words"),
     [
         (b"\xff", "is not UTF-8"),
-        (None, "is no regular file, but a FIFO"),
+        (None, "is not a regular file, but a FIFO"),
         (b"    a = aten.mm.default(b)  # float32[2] forward | 1.2.3 MiB\n", "is no graph that debug.dump_graphs wrote"),
         (b"    a = aten.mm.default(b)  # " + b"  # float32 " * 50_000 + b"| 1.000 MiB\n", "is no graph that"),
     ],
@@ -318,7 +318,7 @@ def test_show_graph_tells_what_modules_cost_in_each_stage(
     with pytest.raises(SystemExit) as end:
         run_script("show_graph.py", "--by", "module", "--profile", tmp_path, monkeypatch=monkeypatch)
     assert end.value.code == 2
-    assert "is no run's folder, for it has no config.toml" in capsys.readouterr().err
+    assert "is not a run's folder, for it has no config.toml" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="a graph for several lengths needs torch 2.13")

@@ -68,7 +68,7 @@ def test_signs_in_strings_are_no_values():
 def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path):
     os.mkfifo(tmp_path / "fifo")
     for path, what in ((tmp_path / "fifo", "a FIFO"), (Path("/dev/zero"), "a device"), (tmp_path, "a folder")):
-        with pytest.raises(BadFile, match=f"is no regular file, but {what}"):
+        with pytest.raises(BadFile, match=f"is not a regular file, but {what}"):
             read_small(path)
 
 

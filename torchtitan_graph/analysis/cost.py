@@ -128,7 +128,7 @@ class Costs:
         return self.sending(node, link) if link else self.computing(node)
 
     def computing(self, node: Node) -> float:
-        """Return the seconds of a node's kernels; of a node that is no collective."""
+        """Return the seconds of a node's kernels; of a node that is not a collective."""
         return sum(map(self.kernel, self.works(node))) * self.factor(node)
 
     def works(self, node: Node) -> Sequence[Work]:
@@ -211,7 +211,7 @@ def sum_bytes(trained: int) -> int:
 
 
 def works_of(node: Node, visible: Mapping[str, float] | None = None) -> Sequence[Work]:
-    """Return the work of a node that is no compiled region. Where attention's kernel skips masked pairs, in flex and
+    """Return the work of a node that is not a compiled region. Where attention's kernel skips masked pairs, in flex and
     varlen, the fraction `visible` of its block counts, else that of a causal mask."""
     is_call = node.op == "call_function" and node.target not in (WAIT, operator.getitem)
     if not is_call or operator_of(node.target).copies or is_view(node) or node.target is _VIEW:
@@ -288,7 +288,7 @@ def touched(node: Node) -> int:
 def stored_bytes(values: Any) -> int:
     """Return the bytes of memory of a node's value: an expanded dimension counts once."""
     if isinstance(values, torch.Tensor):
-        # A stride that differs from call to call is no int, and never 0.
+        # A stride that differs from call to call is not an int, and never 0.
         repeats = [isinstance(step, int) and step == 0 for step in values.stride()]
         sizes = [size for size, repeated in zip(values.shape, repeats, strict=True) if not repeated]
         return math.prod(sizes) * values.element_size()

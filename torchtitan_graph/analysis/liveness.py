@@ -253,7 +253,7 @@ def owners(gm: GraphModule) -> dict[Node, Node]:
 
 
 def takes_memory(target: object) -> bool:
-    """Return whether a call's result has memory of its own: it is no view, `getitem` included, and writes to none of
+    """Return whether a call's result has memory of its own: it is not a view, `getitem` included, and writes to none of
     its arguments in place."""
     if target is operator.getitem or target in _SILENT_VIEWS:
         return False

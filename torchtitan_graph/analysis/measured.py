@@ -48,7 +48,7 @@ def find_trace(path: Path, rank: int, world_size: int) -> Path:
     traces = {int(step): trace for step, trace in found if step.isdecimal()}
     if not traces:
         raise UserError(
-            f"{path}: is no trace, and no run's folder with one of rank {rank}; a run with "
+            f"{path}: is not a trace, and no run's folder with one of rank {rank}; a run with "
             "profiling.enable_profiling = true writes them"
         )
     trace = traces[max(traces)]
@@ -70,14 +70,14 @@ def measured(trace: Path, gms: Sequence[GraphModule] = ()) -> dict[str, dict[str
         gms: the graphs that were profiled, to be checked.
 
     Raises:
-        UserError: the file is no trace, or has no events of nodes; or it is of other graphs: a node was not measured,
+        UserError: the file is not a trace, has no events of nodes, or is of other graphs: a node was not measured,
             or had another shape.
     """
     events = _read(trace)
     calls = [event for event in events if {"node", "graph"} <= event["args"].keys()]
     if not calls:
         raise UserError(
-            f"{trace}: no event says of which node it is; profile with profiling.enable_profiling = true, "
+            f"{trace}: no event names its node; profile with profiling.enable_profiling = true, "
             "compile.mode = 'graph' and compile.cuda_graphs = false"
         )
     on_gpu: dict[int, float] = collections.defaultdict(float)  # microseconds, by the number of their launch
@@ -124,10 +124,10 @@ def _read(trace: Path) -> list[Event]:
     except FileNotFoundError as error:
         raise UserError(f"{trace}: is not there") from error
     except (OSError, BadFile) as error:
-        raise UserError(f"{trace}: is no trace of torch's profiler ({error})") from error
+        raise UserError(f"{trace}: is not a trace of torch's profiler ({error})") from error
     found: list[Event] = [{"args": {}, **event} for event in events if event.get("ph") == "X"]
     if strange := next((event for event in found if not _is_sound(event)), None):
-        raise UserError(f"{trace}: is no trace of torch's profiler (an event is {strange!r:.200})")
+        raise UserError(f"{trace}: is not a trace of torch's profiler (an event is {strange!r:.200})")
     return found
 
 

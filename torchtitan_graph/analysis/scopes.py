@@ -115,7 +115,7 @@ def charges(gm: GraphModule, costs: Costs, measured: Mapping[str, float] | None 
         measured: the seconds that a profiler measured, by the nodes' names.
 
     Raises:
-        UserError: a measured name is no call of this graph: the profile is another graph's.
+        UserError: a measured name is not a call of this graph: the profile is another graph's.
     """
     calls = [node for node in gm.graph.nodes if node.op in ("call_function", "call_module")]
     measured = measured or {}

@@ -107,7 +107,7 @@ def declared_by(leaves: Mapping[str, Any], shapes: DynamicShapes) -> list[Dimens
             found += _of_mask(name, leaves, dims)
             continue
         if name not in tensors:
-            raise UserError(f"dynamic_shapes: {name} is no tensor among the arguments: {', '.join(tensors)}")
+            raise UserError(f"dynamic_shapes: {name} is not a tensor among the arguments: {', '.join(tensors)}")
         tensor = tensors[name]
         if is_traceable_wrapper_subclass(tensor):
             raise UserError(
@@ -130,7 +130,7 @@ def declared_by(leaves: Mapping[str, Any], shapes: DynamicShapes) -> list[Dimens
 def _of_mask(name: str, leaves: Mapping[str, Any], dims: Any) -> list[Dimension]:
     """Return the dimensions that follow from a block mask's: its lengths, and the numbers of blocks in them.
 
-    A trace must not depend on the number of blocks: a row that ends in the first block is no special case.
+    A trace must not depend on the number of blocks: a row that ends in the first block is not a special case.
     """
     found: list[Dimension] = []
     if not isinstance(dims, Mapping) or not dims.keys() <= {2, 3}:

@@ -248,7 +248,7 @@ def _package(held: Any) -> str:
 
 
 def _is_own(held: Any, own: set[str]) -> bool:
-    """Return whether a value is of the user's code: libraries' internal state is no side effect of a function."""
+    """Return whether a value is of the user's code: libraries' internal state is not a side effect of a function."""
     package = _package(held)
     return package in own or _is_no_library(package)
 

@@ -38,7 +38,7 @@ def live_state(module: nn.Module | None, optimizer: Optimizer | None) -> dict[tu
                 if isinstance(x, Tensor):
                     state["optim", f"{names[p]}.{key}"] = x
                 elif x is not None:
-                    raise UserError(f"the optimizer's {names[p]}.{key} = {x!r} is no tensor: a graph can't update it")
+                    raise UserError(f"the optimizer's {names[p]}.{key} = {x!r} is not a tensor, so no graph updates it")
     return state
 
 
@@ -254,7 +254,7 @@ class BoundState:
                 if name.endswith(".lr") and self._optimizer is not None and "fused" in self._optimizer.defaults:
                     what = f"{type(self._optimizer).__name__}(fused=True, lr=torch.tensor(...)) takes it as a tensor"
                 raise UserError(
-                    f"the optimizer's {name} is {found!r}, traced with {traced!r}: what is no tensor is a constant of "
+                    f"the optimizer's {name} is {found!r}, traced with {traced!r}: all but tensors are constants of "
                     f"the trace; {what}, or trace again"
                 )
         state = live_state(self._module, self._optimizer)

@@ -28,7 +28,7 @@ from torchtitan_graph.torch_private.tracing import annotated
 SLOT = ".amax"  # suffix of slots' names, see `make_train_step`: they hold largest magnitudes
 TERM = "loss/"  # prefix of the names of the loss's terms in a step's state
 CROSS_ENTROPY, EXPERTS, AHEAD = "cross_entropy", "experts", "ahead"  # names of the terms that are not a model's own
-IGNORE_INDEX = -100  # a label that is no target, as in torch's cross_entropy and data/batch.py
+IGNORE_INDEX = -100  # a label that is not a target, as in torch's cross_entropy and data/batch.py
 
 
 class Inputs(Protocol):

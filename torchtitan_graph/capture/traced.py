@@ -166,7 +166,7 @@ def _flat_inputs(
         if type(leaves[i]) is not type(constant) or repr(leaves[i]) != repr(constant):  # nan equals nan, 0 is not -0
             found = "a tensor" if isinstance(leaves[i], Tensor) else repr(leaves[i])
             raise UserError(
-                f"{traced.names[i]} is {found}, traced with {constant!r}: a value that is no tensor is a "
+                f"{traced.names[i]} is {found}, traced with {constant!r}: a value that is not a tensor is a "
                 "constant of the trace; pass it as a tensor, or trace again"
             )
     tensors = [leaf for i, leaf in enumerate(leaves) if i not in traced.constants]

@@ -114,7 +114,7 @@ def check_module(name: str, flavor: str, attns: list[str]) -> str | None:
         hint = f"; did you mean {near[0]}?" if near else ""
         raise Failed(f"--flavor {flavor}: FLAVORS of {name} has {', '.join(family.FLAVORS)}{hint}")
     if not dataclasses.is_dataclass(family.FLAVORS[flavor]):
-        raise Failed(f"FLAVORS[{flavor!r}] is no dataclass: the check makes it small with dataclasses.replace")
+        raise Failed(f"FLAVORS[{flavor!r}] is not a dataclass: the check makes it small with dataclasses.replace")
     for attn in attns:
         model = build_model(Cell(family=name, flavor=flavor, attn=attn))
         if not isinstance(model, Decoder):

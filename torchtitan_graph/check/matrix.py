@@ -266,19 +266,19 @@ class PlainSteps(NamedTuple):
         counts: dict[str, Tensor] = {}
         for batch in batches:
             masks = self.model.masks(batch.documents_BL, batch.positions_BL)
-            logits_BLV, beside = self.model(batch.tokens_BL, batch.positions_BL, masks, side_outputs=True)
-            loss = sum(beside.experts, _cross_entropy(logits_BLV, batch.labels_BL, num_tokens))
-            loss = loss + sum(term.mean() / len(batches) for term in beside.losses.values())
-            for k, ahead_BLV in enumerate(beside.ahead, 1):  # targets of the same document
+            logits_BLV, side = self.model(batch.tokens_BL, batch.positions_BL, masks, side_outputs=True)
+            loss = sum(side.experts, _cross_entropy(logits_BLV, batch.labels_BL, num_tokens))
+            loss = loss + sum(term.mean() / len(batches) for term in side.losses.values())
+            for k, ahead_BLV in enumerate(side.ahead, 1):  # targets of the same document
                 labels_BL = batch.labels_BL.roll(-k, dims=1)
                 labels_BL = labels_BL.masked_fill(
                     batch.documents_BL.roll(-k, dims=1) != batch.documents_BL, IGNORE_INDEX
                 )
                 labels_BL[:, -k:] = IGNORE_INDEX
-                loss = loss + MTP_WEIGHT / len(beside.ahead) * _cross_entropy(ahead_BLV, labels_BL, num_tokens)
+                loss = loss + MTP_WEIGHT / len(side.ahead) * _cross_entropy(ahead_BLV, labels_BL, num_tokens)
             loss.backward()  # type: ignore[union-attr]
             total += loss.detach()  # type: ignore[union-attr]
-            counts = {name: counts.get(name, 0) + x for name, x in beside.state.items()}
+            counts = {name: counts.get(name, 0) + x for name, x in side.state.items()}
         return StepOutput(total, counts)
 
     def clip(self, max_norm: float) -> Tensor:

@@ -235,11 +235,11 @@ def save_model(folder: Path, model: nn.Module) -> Path:
 def load_model(path: Path, model: nn.Module) -> None:
     """Load a checkpoint, complete or of the model only, into a model, converted to the model's dtypes.
 
-    Raises UserError if `path` is no whole checkpoint, or one of another model.
+    Raises UserError if `path` is not a whole checkpoint, or one of another model.
     """
     problem = "there is no such folder" if not os.path.isdir(path) else find_problem(path) or find_damage(path)
     if problem:
-        raise UserError(f"{path} is no checkpoint: {problem}")
+        raise UserError(f"{path} is not a checkpoint: {problem}")
     metadata = read_metadata(path)
     tensors = _tensors_to_load(model, None, True, metadata)
     _check_same_model(path, metadata, tensors, ("model",), convert=True, group=None)

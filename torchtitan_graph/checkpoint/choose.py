@@ -251,7 +251,7 @@ def _choose_initial(folder: Path, config: job.Checkpoint, problems: dict[str, st
             initial = f"{problem}; if it is in Hugging Face's format, set checkpoint.initial_load_in_hf = true"
     if not isinstance(initial, Candidate):
         hint = f"; did you mean one of {', '.join(inside)}?" if inside else ""
-        raise UserError(f"{option} is no checkpoint: {initial}{hint}")
+        raise UserError(f"{option} is not a checkpoint: {initial}{hint}")
     if not config.initial_load_model_only and initial.model_only:
         raise UserError(f"{option} holds only the model: set checkpoint.initial_load_model_only = true")
     return initial

@@ -132,7 +132,7 @@ def newest_below(path: Path) -> Path:
     """Return `path`, or the newest checkpoint of the run in it; raise UserError if it has several runs."""
     found = find_below(path) if os.path.isdir(path) and not (path / MANIFEST).exists() else []
     if len({step.parent for step in found}) > 1:
-        raise UserError(f"{path} is no checkpoint; did you mean one of {', '.join(map(str, found))}?")
+        raise UserError(f"{path} is not a checkpoint; did you mean one of {', '.join(map(str, found))}?")
     if found:
         logger.info(f"reading {found[-1]}, the newest checkpoint there")
     return found[-1] if found else path
@@ -194,7 +194,7 @@ def read_manifest(path: Path) -> dict[str, File]:
         raise UserError(f"its {MANIFEST} does not list its files")
     for name, size in content["files"].items():
         if Path(name).name != name or name in ("", "..") or "\0" in name or len(name.encode()) > 255:
-            raise UserError(f"its {MANIFEST} says {size} of {name[:100]!r}, which is no file of this folder")
+            raise UserError(f"its {MANIFEST} says {size} of {name[:100]!r}, which is not a file of this folder")
     sums = content.get("crc32", content["files"])  # old manifests have none; a damaged key would drop them
     if not content.keys() <= {"files", "crc32"} or sums.keys() != content["files"].keys():
         raise UserError(f"its {MANIFEST} is damaged: it has not a checksum of each of its files")

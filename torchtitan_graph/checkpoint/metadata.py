@@ -128,7 +128,7 @@ class _Reader:
     def read(self) -> Any:
         """Return the object in the file."""
         if self._file.read(2) not in (b"\x80\x04", b"\x80\x05"):
-            raise UserError("it is no pickle of protocol 4 or 5, as torch writes them")
+            raise UserError("it is not a pickle of protocol 4 or 5, as torch writes them")
         rest, is_last = b"", False
         while not is_last:
             block = self._file.read(_BLOCK)
@@ -215,7 +215,7 @@ class _Reader:
         """Push an empty record."""
         kind, given = self.pop(2)
         if not isinstance(kind, type) or given != ():
-            raise UserError(f"it makes {_shown(kind)}, which is no record; nothing was run")
+            raise UserError(f"it makes {_shown(kind)}, which is not a record; nothing was run")
         self.push(object.__new__(kind))
 
     def reduce(self) -> None:
@@ -229,7 +229,7 @@ class _Reader:
         if what == _GETATTR:  # Python 3.11.0 to 3.11.3 writes a member of an enumeration so
             kind, name = given
             if not isinstance(kind, _Name) or kind not in METADATA_GETTERS:
-                raise UserError(f"it wants {_shown(name)} of {_shown(kind)}, which is no enumeration; nothing was run")
+                raise UserError(f"it wants {_shown(name)} of {_shown(kind)}, not an enumeration; nothing was run")
         self.push(None)
 
     def build(self) -> None:

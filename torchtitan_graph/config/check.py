@@ -72,7 +72,7 @@ def check(config: JobConfig, world_size: int) -> list[str]:
 
 
 def _check_values(config: JobConfig, world_size: int) -> Iterator[str]:
-    """Yield a line for each table or value of a configuration built in Python that is no legal option."""
+    """Yield a line for each table or value of a configuration built in Python that is not a legal option."""
     if type(world_size) is not int or world_size < 1:
         yield f"world_size = {world_size!r}: must be the number of processes, a whole number of at least 1"
     if not isinstance(config, JobConfig):
@@ -92,7 +92,7 @@ def _check_values(config: JobConfig, world_size: int) -> Iterator[str]:
 
 
 def _misplaced(config: Any, kind: type, prefix: str) -> Iterator[str]:
-    """Yield a line for each table of a wrong class and each attribute that is no option."""
+    """Yield a line for each table of a wrong class and each attribute that is not an option."""
     known = {field.name: field for field in dataclasses.fields(kind)}
     for name in vars(config).keys() - known.keys():
         yield f"{prefix}{name} is not an option{did_you_mean(prefix + name, OPTIONS)}"
@@ -110,7 +110,7 @@ def ranks_asked_for() -> int | None:
     """Return the number of ranks in the environment variable NGPU; None where it is not set.
 
     Raises:
-        UserError: it is no number of ranks.
+        UserError: it is not a number of ranks.
     """
     given = os.environ.get("NGPU")
     if given is None:
@@ -134,7 +134,7 @@ def check_environment() -> None:
     """Check the environment variables that launchers set, such as RANK and WORLD_SIZE.
 
     Raises:
-        UserError: one is no whole number, or a rank is not below its number of processes.
+        UserError: one is not a whole number, or a rank is not below its number of processes.
     """
     for name, least in _OF_LAUNCHERS.items():
         given = os.environ.get(name, str(least))
@@ -259,7 +259,7 @@ def _tables(config: JobConfig, world_size: int) -> Iterator[Problem]:
     if unknown := [key for key in config.job.allow_changed if key not in RUN_DEFINING]:
         yield Problem(
             "job.allow_changed",
-            f"{one_line(', '.join(unknown))} may change anyway, or is no option; legal are {', '.join(RUN_DEFINING)}",
+            f"{one_line(', '.join(unknown))} may change anyway, or is unknown; legal are {', '.join(RUN_DEFINING)}",
         )
     if config.debug.verify_passes and is_dry:
         yield Problem(

@@ -149,7 +149,7 @@ def _cuda_graphs(config: JobConfig) -> Iterator[Problem]:
             (
                 "model.attn",
                 config.model.attn == "varlen",
-                "the number of documents is no part of a recording; use flex",
+                "the number of documents is not part of a recording; use flex",
             ),
         )
 

@@ -110,7 +110,7 @@ def _unexpected(word: str) -> str:
 
 def read_file(name: str, result: Resolution) -> list[Setting]:
     """Return the settings of a TOML file, one per key. A run's folder stands for the `config.toml` in it, and a bare
-    name that is no file here for a packaged file."""
+    name that is not a file here for a packaged file."""
     path, package = Path(name), Path(torchtitan_graph.__file__).parent
     folders = [package / "train_configs", package.parent / "train_configs"] if path.name == name else []
     try:
@@ -118,7 +118,7 @@ def read_file(name: str, result: Resolution) -> list[Setting]:
             runs = sorted(str(file.parent) for file in path.glob("*/config.toml"))
             if not (path / "config.toml").is_file():
                 near_by = f"; these are runs: {', '.join(runs[:5])}" if runs else ""
-                why = f"is no run's folder, for it has no config.toml{near_by}"
+                why = f"is not a run's folder, for it has no config.toml{near_by}"
                 result.refuse(Setting(COMMAND_LINE, "job.config_file", name), why)
                 return []
             path = path / "config.toml"

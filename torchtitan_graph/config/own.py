@@ -10,11 +10,11 @@ def find_own(option: str, dotted_name: str) -> Any:
     """Return the object at `dotted_name`, the value of `option`, after importing its module.
 
     Raises:
-        UserError: it is no dotted name, there is no such module, or nothing of that name in it.
+        UserError: it is not a dotted name, there is no such module, or nothing of that name in it.
     """
     module, _, name = dotted_name.rpartition(".")
     if not module or not all(part.isidentifier() for part in dotted_name.split(".")):
-        raise UserError(f"{option} = {dotted_name!r}: is no dotted name, such as my_package.my_name")
+        raise UserError(f"{option} = {dotted_name!r}: is not a dotted name, such as my_package.my_name")
     try:
         return getattr(importlib.import_module(module), name)
     except ImportError as error:

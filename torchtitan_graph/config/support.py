@@ -10,7 +10,7 @@ REFUSED, IGNORED, CHANGED = "refused", "ignored", "changed"
 
 
 class Unsupported(NamedTuple):
-    """The verdict on a key that is no option, the reason or advice, and the values that ask for nothing: its
+    """The verdict on a key that is not an option, the reason or advice, and the values that ask for nothing: its
     defaults."""
 
     verdict: str

@@ -59,7 +59,7 @@ def _place(path: str, option: str) -> Path:
         try:
             return Path(path).expanduser().resolve()
         except (RuntimeError, ValueError) as error:  # no such user, a circle of links; a zero byte
-            raise UserError(f"{option} = {path!r}: is no place: {error}") from error
+            raise UserError(f"{option} = {path!r}: is not a place: {error}") from error
 
 
 def open_mixture(
@@ -110,7 +110,7 @@ def open_corpus(
                 raise UserError(f"{option}_path = {dataset_path!r}: there is no such file or folder.")
             if not path.is_dir() and not path.is_file():
                 raise UserError(
-                    f"{option}_path = {dataset_path!r}: is no regular file, but a FIFO, a socket or a device"
+                    f"{option}_path = {dataset_path!r}: is not a regular file, but a FIFO, a socket or a device"
                 )
             if is_saved_dataset(path):
                 return open_saved(path, text_column, split, seed)
@@ -152,7 +152,7 @@ def _check_name(dataset: str, split: str) -> None:
         return
     nearest = difflib.get_close_matches(dataset, _NAMES, n=1)
     raise UserError(
-        f"{option} = {dataset!r} is no corpus{f'; did you mean {nearest[0]!r}?' if nearest else '.'} Legal are"
+        f"{option} = {dataset!r} is not a corpus{f'; did you mean {nearest[0]!r}?' if nearest else '.'} Legal are"
         f" {', '.join(_NAMES)}, a dataset of the Hugging Face hub as 'owner/name' or 'owner/name:config', and any name"
         f" together with {option}_path."
     )

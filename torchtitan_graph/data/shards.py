@@ -174,7 +174,7 @@ def _begin(part: Path, job: dict[str, Any]) -> None:
         except OSError as error:
             raise UserError(f"{part}: can't be made: {error.strerror}; name another folder") from error
         if foreign:
-            raise UserError(f"{part} holds {foreign[0]}, which is no shard: delete it, or name another folder")
+            raise UserError(f"{part} holds {foreign[0]}, which is not a shard: delete it, or name another folder")
         _write(file, content)
 
 
@@ -221,7 +221,7 @@ def _map(path: Path) -> np.ndarray:
     with refuse_unreadable(str(path)), open_data(path) as file:
         header = _HEADER.match(file.read(4096))
         if not header or int.from_bytes(header[1], "little") != len(header[2]):
-            raise UserError(f"{path}: is no array of integers as scripts/pretokenize.py writes them")
+            raise UserError(f"{path}: is not an array of integers as scripts/pretokenize.py writes them")
         dtype, length = np.dtype(header[3].decode()), int(header[4])
         size = header.end() + length * dtype.itemsize
         if os.fstat(file.fileno()).st_size != size:

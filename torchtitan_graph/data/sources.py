@@ -229,7 +229,7 @@ class JsonLines(_Texts):
         text = row.get(self._column)
         if not isinstance(text, str):
             if self._column in row:
-                found = f"the value of the key {self._column!r} is no text, but {_KINDS.get(type(text), 'null')}"
+                found = f"the value of the key {self._column!r} is not text, but {_KINDS.get(type(text), 'null')}"
             else:
                 found = f"no text under the key {self._column!r}; there is {_shortened(sorted(row))}"
             raise UserError(f"{where}: {found}. {_COLUMN_HINT}")

@@ -133,7 +133,7 @@ def _special_ids(
             token = token.get("content", "")
         if token is not None and (not isinstance(token, str) or tokenizer.token_to_id(token) is None):
             raise UserError(
-                f"{file.parent / 'tokenizer_config.json'}: {key} is {token!r:.80}, which is no token of {file}. Name"
+                f"{file.parent / 'tokenizer_config.json'}: {key} is {token!r:.80}, which is not a token of {file}. Name"
                 " one that is, null for none, or list it in added_tokens_decoder"
             )
         # A key with null means that there is no such token.

@@ -99,7 +99,7 @@ def add_listed_tokens(tokenizer: tokenizers.Tokenizer, config: TokenizerConfig, 
     """
     listed = config.get("added_tokens_decoder", {})
     if wrong := [number for number in listed if not (number.isascii() and number.isdigit() and len(number) < 10)]:
-        raise UserError(f"{file}: added_tokens_decoder lists {wrong[0]!r:.80}, which is no id")
+        raise UserError(f"{file}: added_tokens_decoder lists {wrong[0]!r:.80}, which is not an id")
     before = {token.content: token for token in tokenizer.get_added_tokens_decoder().values()}
     named = [_named(config.get(key)) for key in _NAMED]
     special = {text for text, _ in named}

@@ -223,7 +223,7 @@ def traced_from_data(
         device, layouts: as in `traced_to_data`.
 
     Raises:
-        Malformed, or another exception: the data is no stored step.
+        Malformed, or another exception: the data is not a stored step.
     """
     reader = _Reader(data, groups, device)
     gm = reader.graph(data["graph"])

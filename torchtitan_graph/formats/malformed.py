@@ -1,4 +1,4 @@
-"""The error for data that is no stored graph, and checks that raise it."""
+"""The error for data that is not a stored graph, and checks that raise it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class Malformed(ValueError):
-    """Data that is no stored graph."""
+    """Data that is not a stored graph."""
 
 
 def check(sound: bool, what: str) -> None:

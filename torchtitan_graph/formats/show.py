@@ -54,7 +54,7 @@ def readable(gm: GraphModule, title: str = "A graph.", foot: str = _FOOT) -> str
     body = [f"    {line}" for line in _lines(gm)]
     function = ["def graph(", *given, "):", *body, "    return {", *results, "    }"]
     held = max(held_memory(gm, size_of).values()) / 2**20
-    size = f"{len(gm.graph.nodes)} nodes, {held:.3f} MiB at its peak beside the inputs."
+    size = f"{len(gm.graph.nodes)} nodes, {held:.3f} MiB at its peak without the inputs."
     head = _HEAD.format(title=title, size=size) + "\n" + "\n".join(_names(gm))
     return f"{head}\n\n\n" + "\n".join(function) + f"\n{foot}"
 

@@ -74,7 +74,7 @@ Place = tuple[Entry, ...]
 def shown(place: Place) -> str:
     """Return a place as text: `layers.0:Block > attention:Attention > apply_rope()#1`."""
     if isinstance(place, (Node, Entry)):
-        raise UserError(f"a {type(place).__name__} is no place: write shown(place) for place in call_hierarchy(node)")
+        raise UserError(f"a {type(place).__name__} is not a place: write shown(x) for x in call_hierarchy(node)")
     return " > ".join(map(str, place))
 
 
@@ -237,5 +237,5 @@ def fwd_call_hierarchy(node: Node) -> tuple[Place, ...]:
 def meta_of(node: Node) -> dict[str, Any]:
     """Return a node's metadata; check that it is a node, as a graph also has a `meta`."""
     if not isinstance(node, Node):
-        raise UserError(f"a {type(node).__name__} is no node of a graph: write it for node in traced.gm.graph.nodes")
+        raise UserError(f"a {type(node).__name__} is not a node of a graph: write it for node in traced.gm.graph.nodes")
     return node.meta

@@ -61,7 +61,7 @@ class Wrapped:
 
     cls: type
     inner: tuple[tuple[str, TensorLayout], ...]  # attribute -> layout of the tensor it holds
-    constants: tuple[tuple[str, Any], ...]  # attribute -> a value that is no tensor (a DTensor's mesh)
+    constants: tuple[tuple[str, Any], ...]  # attribute -> a value that is not a tensor (a DTensor's mesh)
     context: Any
     size: torch.Size
     stride: tuple[int, ...]
@@ -144,7 +144,7 @@ def signature_of(gm: GraphModule) -> Signature:
     """Return a traced graph's inputs and outputs.
 
     Raises:
-        UserError: `gm` is no traced graph.
+        UserError: `gm` is not a traced graph.
     """
     if not isinstance(gm, GraphModule) or "signature" not in gm.meta:
         raise UserError(f"a {type(gm).__name__} has no signature: write signature_of(traced.gm) of a traced graph")

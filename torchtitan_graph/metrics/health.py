@@ -12,7 +12,7 @@ from torchtitan_graph.log import logger
 WINDOW, FEWEST = 100, 20  # steps that a value is compared with; and how many are needed first
 # The least deviation, as a share of the median, for values that hardly vary.
 LEAST_DEVIATION = 0.01
-# Seconds. A rank that delays the others by less is no straggler: the operating system alone takes that much now and
+# Seconds. A rank that delays the others by less is not a straggler: the operating system alone takes that much now and
 # then, which is a large share of a short step.
 LEAST_WAIT_S = 0.1
 

@@ -59,7 +59,7 @@ def begin(path: Path, start_step: int) -> None:
 def read_records(path: Path, schema: type[T]) -> list[T]:
     """Return a metrics file's records; a last line without its end is left out: it is torn or being written.
 
-    Raises BadFile with the line if one is no record of that type, such as `dict[str, Any]`; OSError as `open`.
+    Raises BadFile with the line if one is not a record of that type, such as `dict[str, Any]`; OSError as `open`.
     """
     content = read_small(path, MAX_BYTES)
     check_values(content, path, MAX_VALUES)
@@ -73,7 +73,7 @@ def _move(file: BinaryIO, path: Path, end: int, size: int) -> None:
     dropped = path.with_name(f"{path.stem}_dropped.jsonl")
     logger.info(f"moving lines of {path} that are of later steps, or torn, to {dropped.name}: {size - end:,} bytes")
     if dropped.exists() and not dropped.is_file():
-        raise BadFile(f"{dropped}: is no regular file")
+        raise BadFile(f"{dropped}: is not a regular file")
     with dropped.open("a+b") as moved:
         _end_line(moved)  # a kill may have torn the last line
         file.seek(end)

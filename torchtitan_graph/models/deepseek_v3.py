@@ -11,7 +11,7 @@ from torch import Tensor
 from torchtitan_graph.models.layers.decoder import AheadBlock, Block, Decoder, decoder_plan
 from torchtitan_graph.models.layers.feed_forward import FeedForward
 from torchtitan_graph.models.layers.hf_config import ConfigReader
-from torchtitan_graph.models.layers.hf_rope import read_rope, scaling_to_hf
+from torchtitan_graph.models.layers.hf_rope import common_to_hf, read_common, scaling_to_hf
 from torchtitan_graph.models.layers.latent_attention import LatentAttention
 from torchtitan_graph.models.layers.moe import MoE, MoEConfig
 from torchtitan_graph.models.layers.rope import Scaling, YarnScaling, rope_cos_sin, yarn_magnitude
@@ -110,10 +110,9 @@ HF_SKIPPED = (
 def from_hf_config(raw: dict[str, Any]) -> Config:
     """Return the configuration in a config.json; raise a UserError for what DeepSeek-V2 and V3 can't express."""
     reader = ConfigReader(raw)
-    rope_theta, rope_scaling, mscale = read_rope(reader)
+    common, mscale = read_common(reader)
     is_v3 = "DeepseekV3ForCausalLM" in raw["architectures"]
-    num_heads, rope_dim = reader.integer("num_attention_heads"), reader.integer("qk_rope_head_dim")
-    num_layers = reader.num_layers()
+    num_layers, num_heads, rope_dim = common["num_layers"], common["num_heads"], reader.integer("qk_rope_head_dim")
     num_experts = reader.num_experts("n_routed_experts", alias="num_local_experts" if is_v3 else "num_experts")
     top_k, (num_groups, num_chosen_groups) = reader.integer("num_experts_per_tok"), _groups(reader, is_v3)
     _expect_constants(reader, is_v3)
@@ -126,9 +125,7 @@ def from_hf_config(raw: dict[str, Any]) -> Config:
     reader.need(not is_v3 or num_experts >= 2 * num_groups, f"n_group = {num_groups}: groups have two experts or more")
     return reader.build(
         Config,
-        dim=reader.integer("hidden_size"),
-        num_layers=num_layers,
-        num_heads=num_heads,
+        **common,
         ffn_dim=reader.integer("intermediate_size"),
         moe_ffn_dim=reader.integer("moe_intermediate_size"),
         num_experts=num_experts,
@@ -144,12 +141,7 @@ def from_hf_config(raw: dict[str, Any]) -> Config:
         num_groups=num_groups,
         num_chosen_groups=num_chosen_groups,
         route_scale=reader.number("routed_scaling_factor", 2.5 if is_v3 else 1.0),
-        vocab_size=reader.integer("vocab_size"),
-        tied=reader.flag("tie_word_embeddings", False),
-        rope_theta=rope_theta,
-        rope_scaling=rope_scaling,
-        mscale=mscale if rope_scaling else Config.mscale,
-        norm_eps=reader.number("rms_norm_eps", 1e-6),
+        mscale=mscale if common["rope_scaling"] else Config.mscale,
     )
 
 
@@ -174,12 +166,8 @@ def to_hf_config(config: Config) -> dict[str, Any]:
     """Return a config.json, in the form of the releases."""
     is_v3 = config.version == 3
     return {
-        "architectures": [f"DeepseekV{config.version}ForCausalLM"],
-        "model_type": f"deepseek_v{config.version}",
-        "hidden_size": config.dim,
-        "num_hidden_layers": config.num_layers,
+        **common_to_hf(config, f"DeepseekV{config.version}ForCausalLM", f"deepseek_v{config.version}"),
         "num_nextn_predict_layers": config.num_mtp_layers,
-        "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_heads,
         "intermediate_size": config.ffn_dim,
         "moe_intermediate_size": config.moe_ffn_dim,
@@ -199,14 +187,8 @@ def to_hf_config(config: Config) -> dict[str, Any]:
         "scoring_func": "sigmoid" if is_v3 else "softmax",
         "norm_topk_prob": is_v3,
         "routed_scaling_factor": config.route_scale,
-        "vocab_size": config.vocab_size,
-        "tie_word_embeddings": config.tied,
-        "rope_theta": config.rope_theta,
         "rope_scaling": scaling_to_hf(config.rope_scaling, config.mscale),
-        "rms_norm_eps": config.norm_eps,
         "max_position_embeddings": 163840,  # ours have no limit
-        "hidden_act": "silu",
-        "attention_bias": False,
     }
 
 

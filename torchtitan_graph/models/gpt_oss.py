@@ -10,7 +10,7 @@ from torch import Tensor
 from torchtitan_graph.models.layers.attention import Attention
 from torchtitan_graph.models.layers.decoder import Block, Decoder, decoder_plan
 from torchtitan_graph.models.layers.hf_config import ConfigReader
-from torchtitan_graph.models.layers.hf_rope import read_rope, scaling_to_hf
+from torchtitan_graph.models.layers.hf_rope import common_to_hf, read_common, scaling_to_hf
 from torchtitan_graph.models.layers.masks import Rule, all_of, sliding
 from torchtitan_graph.models.layers.moe import MoE, MoEConfig
 from torchtitan_graph.models.layers.rope import Scaling, YarnScaling, rope_cos_sin, yarn_magnitude
@@ -73,9 +73,9 @@ def from_hf_config(raw: dict[str, Any]) -> Config:
     """Return the configuration in a config.json; raise a UserError for what gpt-oss can't express."""
     reader = ConfigReader(raw)
     # Without a value, transformers also defaults to the releases' scaling.
-    rope_theta, rope_scaling, _ = read_rope(reader, theta=150000.0, implied=scaling_to_hf(Config.rope_scaling))
-    num_layers, head_dim = reader.num_layers(), reader.integer("head_dim")
-    num_heads, num_kv_heads = reader.integer("num_attention_heads"), reader.integer("num_key_value_heads")
+    common, _ = read_common(reader, theta=150000.0, norm_eps=1e-5, implied=scaling_to_hf(Config.rope_scaling))
+    num_layers, num_heads, head_dim = common["num_layers"], common["num_heads"], reader.integer("head_dim")
+    num_kv_heads = reader.integer("num_key_value_heads")
     num_experts = reader.num_experts("num_local_experts", alias="num_experts")
     top_k = reader.integer("num_experts_per_tok", alias="experts_per_token")
     reader.expect_of_all("gpt_oss")
@@ -87,45 +87,29 @@ def from_hf_config(raw: dict[str, Any]) -> Config:
     reader.check_experts(num_experts, top_k, num_layers * num_experts)
     return reader.build(
         Config,
-        dim=reader.integer("hidden_size"),
-        num_layers=num_layers,
+        **common,
         num_experts=num_experts,
-        num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         ffn_dim=reader.integer("intermediate_size"),
         top_k=top_k,
         window=reader.integer("sliding_window"),
-        vocab_size=reader.integer("vocab_size"),
-        tied=reader.flag("tie_word_embeddings", False),
-        rope_theta=rope_theta,
-        rope_scaling=rope_scaling,
-        norm_eps=reader.number("rms_norm_eps", 1e-5),
     )
 
 
 def to_hf_config(config: Config) -> dict[str, Any]:
     """Return a config.json, in the form of the releases."""
     return {
-        "architectures": ["GptOssForCausalLM"],
-        "model_type": "gpt_oss",
-        "hidden_size": config.dim,
-        "num_hidden_layers": config.num_layers,
+        **common_to_hf(config, "GptOssForCausalLM", "gpt_oss"),
         "num_local_experts": config.num_experts,
-        "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
         "intermediate_size": config.ffn_dim,
         "num_experts_per_tok": config.top_k,
         "sliding_window": config.window,
         "layer_types": _layer_types(config.num_layers),
-        "vocab_size": config.vocab_size,
-        "tie_word_embeddings": config.tied,
-        "rope_theta": config.rope_theta,
         "rope_scaling": scaling_to_hf(config.rope_scaling) or {"rope_type": "default"},
-        "rms_norm_eps": config.norm_eps,
         "max_position_embeddings": 131072,  # ours have no limit
-        "hidden_act": "silu",
         "attention_bias": True,
         "swiglu_limit": 7.0,
     }

@@ -11,7 +11,7 @@ from torchtitan_graph.models.layers.attention import Attention
 from torchtitan_graph.models.layers.decoder import Block, Decoder, decoder_plan
 from torchtitan_graph.models.layers.feed_forward import FeedForward
 from torchtitan_graph.models.layers.hf_config import ConfigReader
-from torchtitan_graph.models.layers.hf_rope import read_rope, scaling_to_hf
+from torchtitan_graph.models.layers.hf_rope import common_to_hf, read_common
 from torchtitan_graph.models.layers.rope import Llama3Scaling, Scaling, rope_cos_sin
 from torchtitan_graph.models.layers.stored import LLAMA_KEYS
 
@@ -62,8 +62,8 @@ def from_hf_config(raw: dict[str, Any]) -> Config:
         UserError: llama3 can't express it.
     """
     reader = ConfigReader(raw)
-    rope_theta, rope_scaling, _ = read_rope(reader)
-    dim, num_heads = reader.integer("hidden_size"), reader.integer("num_attention_heads")
+    common, _ = read_common(reader)
+    dim, num_heads = common["dim"], common["num_heads"]
     num_kv_heads = reader.integer("num_key_value_heads", num_heads, null=num_heads)
     reader.expect_of_all("llama")
     reader.expect("attention_bias", False)
@@ -73,39 +73,21 @@ def from_hf_config(raw: dict[str, Any]) -> Config:
     reader.check_heads(num_heads, num_kv_heads, dim // num_heads)
     return reader.build(
         Config,
-        dim=dim,
-        num_layers=reader.num_layers(),
-        num_heads=num_heads,
+        **common,
         num_kv_heads=num_kv_heads,
         ffn_dim=reader.integer("intermediate_size"),
-        vocab_size=reader.integer("vocab_size"),
-        tied=reader.flag("tie_word_embeddings", False),
-        rope_theta=rope_theta,
-        rope_scaling=rope_scaling,
-        norm_eps=reader.number("rms_norm_eps", 1e-6),
     )
 
 
 def to_hf_config(config: Config) -> dict[str, Any]:
     """Return a config.json, in the form of the releases, which every version of transformers reads."""
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": config.dim,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
+        **common_to_hf(config, "LlamaForCausalLM", "llama"),
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
         "intermediate_size": config.ffn_dim,
-        "vocab_size": config.vocab_size,
-        "tie_word_embeddings": config.tied,
-        "rope_theta": config.rope_theta,
-        "rope_scaling": scaling_to_hf(config.rope_scaling),
-        "rms_norm_eps": config.norm_eps,
         # Our rotary positions have no limit; these are the releases' values: 3, and 3.1 and later.
         "max_position_embeddings": 8192 if config.rope_scaling is None else 131072,
-        "hidden_act": "silu",
-        "attention_bias": False,
         "mlp_bias": False,
     }
 

@@ -17,7 +17,7 @@ from torchtitan_graph.models.layers.attention import Attention
 from torchtitan_graph.models.layers.decoder import Block, Decoder, decoder_plan
 from torchtitan_graph.models.layers.feed_forward import FeedForward
 from torchtitan_graph.models.layers.hf_config import ConfigReader
-from torchtitan_graph.models.layers.hf_rope import read_rope, scaling_to_hf
+from torchtitan_graph.models.layers.hf_rope import common_to_hf, read_common
 from torchtitan_graph.models.layers.masks import Rule, all_of, begins_of, chunked
 from torchtitan_graph.models.layers.moe import MoE, MoEConfig
 from torchtitan_graph.models.layers.rope import Llama3Scaling, Rotation, Scaling, rope_cos_sin
@@ -92,14 +92,14 @@ def from_hf_config(raw: dict[str, Any]) -> Config:
     if not isinstance(text, dict):
         raise UserError(f"text_config = {text!r}: an object is wanted")
     reader = ConfigReader(text)
-    rope_theta, rope_scaling, _ = read_rope(reader, theta=500000.0)
-    num_layers, full_every = reader.num_layers(), reader.integer("no_rope_layer_interval", 4)
-    moe_every, tied = reader.integer("interleave_moe_layer_step", 1), reader.flag("tie_word_embeddings", False)
-    num_heads, num_kv_heads = reader.integer("num_attention_heads"), reader.integer("num_key_value_heads")
+    common, _ = read_common(reader, theta=500000.0, norm_eps=1e-5)
+    num_layers, num_heads = common["num_layers"], common["num_heads"]
+    full_every, moe_every = reader.integer("no_rope_layer_interval", 4), reader.integer("interleave_moe_layer_step", 1)
+    num_kv_heads = reader.integer("num_key_value_heads")
     num_experts, top_k = reader.num_experts("num_local_experts"), reader.integer("num_experts_per_tok")
     head_dim, rotated = reader.integer("head_dim"), _rotated_layers(num_layers, full_every)
     reader.expect_of_all("llama4_text", "llama4")
-    ConfigReader(raw, problems=reader.problems).expect("tie_word_embeddings", tied)
+    ConfigReader(raw, problems=reader.problems).expect("tie_word_embeddings", common["tied"])
     reader.expect("attention_bias", False)
     reader.expect("attn_scale", 0.1)
     reader.expect("attn_temperature_tuning", True, 4)  # 4 is in the first releases, and means true
@@ -110,9 +110,7 @@ def from_hf_config(raw: dict[str, Any]) -> Config:
     reader.check_experts(num_experts, top_k, num_layers * num_experts)
     return reader.build(
         Config,
-        dim=reader.integer("hidden_size"),
-        num_layers=num_layers,
-        num_heads=num_heads,
+        **common,
         num_kv_heads=num_kv_heads,
         num_experts=num_experts,
         moe_every=moe_every,
@@ -124,22 +122,13 @@ def from_hf_config(raw: dict[str, Any]) -> Config:
         full_every=full_every,
         qk_norm=reader.flag("use_qk_norm", True),
         temperature_span=reader.integer("floor_scale", 8192),
-        vocab_size=reader.integer("vocab_size"),
-        tied=tied,
-        rope_theta=rope_theta,
-        rope_scaling=rope_scaling,
-        norm_eps=reader.number("rms_norm_eps", 1e-5),
     )
 
 
 def to_hf_config(config: Config) -> dict[str, Any]:
     """Return a config.json of the language model."""
     return {
-        "architectures": ["Llama4ForCausalLM"],
-        "model_type": "llama4_text",
-        "hidden_size": config.dim,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
+        **common_to_hf(config, "Llama4ForCausalLM", "llama4_text"),
         "num_key_value_heads": config.num_kv_heads,
         "num_local_experts": config.num_experts,
         "interleave_moe_layer_step": config.moe_every,
@@ -154,15 +143,8 @@ def to_hf_config(config: Config) -> dict[str, Any]:
         "floor_scale": config.temperature_span,
         "attn_scale": 0.1,
         "attn_temperature_tuning": True,
-        "vocab_size": config.vocab_size,
-        "tie_word_embeddings": config.tied,
-        "rope_theta": config.rope_theta,
-        "rope_scaling": scaling_to_hf(config.rope_scaling),
-        "rms_norm_eps": config.norm_eps,
         # Ours have no limit; these are the releases' values: Maverick, and Scout.
         "max_position_embeddings": 1048576 if config.rope_scaling is None else 10485760,
-        "hidden_act": "silu",
-        "attention_bias": False,
     }
 
 

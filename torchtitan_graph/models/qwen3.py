@@ -12,7 +12,7 @@ from torchtitan_graph.models.layers.attention import Attention
 from torchtitan_graph.models.layers.decoder import Block, Decoder, decoder_plan
 from torchtitan_graph.models.layers.feed_forward import FeedForward
 from torchtitan_graph.models.layers.hf_config import ConfigReader
-from torchtitan_graph.models.layers.hf_rope import read_rope, scaling_to_hf
+from torchtitan_graph.models.layers.hf_rope import common_to_hf, read_common
 from torchtitan_graph.models.layers.moe import MoE, MoEConfig
 from torchtitan_graph.models.layers.rope import Scaling, rope_cos_sin
 from torchtitan_graph.models.layers.stored import LLAMA_KEYS, Stored
@@ -71,12 +71,11 @@ HF_KEYS: dict[str, str | Stored] = {
 def from_hf_config(raw: dict[str, Any]) -> Config:
     """Return the configuration in a config.json; raise a UserError for what Qwen3 can't express."""
     reader, defaults = ConfigReader(raw), Config(0, 0, 0, 0, 0)
-    rope_theta, rope_scaling, _ = read_rope(reader)
+    common, _ = read_common(reader)
     has_experts = "Qwen3MoeForCausalLM" in raw["architectures"]
-    dim, num_layers = reader.integer("hidden_size"), reader.num_layers()
-    num_heads = reader.integer("num_attention_heads")
+    num_layers, num_heads = common["num_layers"], common["num_heads"]
     num_kv_heads = reader.integer("num_key_value_heads", null=num_heads)
-    head_dim = reader.integer("head_dim", dim // num_heads if has_experts else defaults.head_dim)
+    head_dim = reader.integer("head_dim", common["dim"] // num_heads if has_experts else defaults.head_dim)
     num_experts, top_k = 0, defaults.top_k
     if has_experts:
         num_experts = reader.num_experts("num_experts", 128, alias="num_local_experts")
@@ -91,47 +90,30 @@ def from_hf_config(raw: dict[str, Any]) -> Config:
     reader.check_heads(num_heads, num_kv_heads, head_dim)
     return reader.build(
         Config,
-        dim=dim,
-        num_layers=num_layers,
-        num_heads=num_heads,
+        **common,
         num_kv_heads=num_kv_heads,
         ffn_dim=reader.integer("moe_intermediate_size" if has_experts else "intermediate_size"),
         num_experts=num_experts,
         top_k=top_k,
-        vocab_size=reader.integer("vocab_size"),
-        tied=reader.flag("tie_word_embeddings", False),
         head_dim=head_dim,
-        rope_theta=rope_theta,
-        rope_scaling=rope_scaling,
-        norm_eps=reader.number("rms_norm_eps", 1e-6),
         renormalize=reader.flag("norm_topk_prob", False) if has_experts else defaults.renormalize,
     )
 
 
 def to_hf_config(config: Config) -> dict[str, Any]:
     """Return a config.json, in the form of the releases."""
+    architecture = ("Qwen3MoeForCausalLM", "qwen3_moe") if config.num_experts else ("Qwen3ForCausalLM", "qwen3")
     common = {
-        "hidden_size": config.dim,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
+        **common_to_hf(config, *architecture),
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
         "intermediate_size": config.ffn_dim,
-        "vocab_size": config.vocab_size,
-        "tie_word_embeddings": config.tied,
-        "rope_theta": config.rope_theta,
-        "rope_scaling": scaling_to_hf(config.rope_scaling),
-        "rms_norm_eps": config.norm_eps,
         "max_position_embeddings": 40960,  # ours have no limit
-        "hidden_act": "silu",
-        "attention_bias": False,
         "use_sliding_window": False,
     }
     if not config.num_experts:
-        return {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", **common}
+        return common
     return {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
         **common,
         "num_experts": config.num_experts,
         "num_experts_per_tok": config.top_k,

@@ -92,7 +92,7 @@ def _find_problem(optimizer: torch.optim.Optimizer, names: dict[torch.Tensor, st
         for key, value in state.items():
             where = f"its state {key!r} of {names[param]}"
             if not isinstance(value, torch.Tensor):
-                return f"{where} is no tensor, but {value!r}; make it one, such as torch.tensor(0.0)"
+                return f"{where} is not a tensor, but {value!r}; make it one, such as torch.tensor(0.0)"
             if isinstance(value, DTensor):
                 if any(isinstance(placement, Partial) for placement in value.placements):
                     return f"{where} is a sum that is not reduced yet: {value.placements}"

@@ -79,7 +79,7 @@ class Policy(NamedTuple):
         return str(self.options.get("selective_ac_option", self.options["mode"]))
 
 
-# What a search tries, a job that doesn't fit is told of, and a family is checked with: from the least time and most
+# What a search tries, an error about memory proposes, and a family is checked with: from the least time and most
 # memory to the contrary.
 POLICIES = (
     Policy({"mode": "none"}, Recompute()),

@@ -307,8 +307,8 @@ def read_csv(path: Path, num_ranks: int, num_microbatches: int) -> list[list[Pip
             found = _ACTION.fullmatch(word)
             if not found or int(found[3]) >= num_microbatches:
                 raise UserError(
-                    f"{_CSV} = {str(path)!r}, line {number}: {word!r} is no action; legal are such as 0F1: a stage, F,"
-                    f" B, I or W, and a microbatch, from 0 to {num_microbatches - 1}"
+                    f"{_CSV} = {str(path)!r}, line {number}: {word!r} is not an action, such as 0F1: a stage, F, B,"
+                    f" I or W, and a microbatch, from 0 to {num_microbatches - 1}"
                 )
             actions.append(PipelineAction(found[2], int(found[1]), int(found[3])))
         orders.append(actions)

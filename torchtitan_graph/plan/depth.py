@@ -14,7 +14,7 @@ from torchtitan_graph.steps import StepOptions
 
 def kind_of(name: str, model: Decoder, options: StepOptions) -> Hashable:
     """Return a key that is equal for blocks with equal parts of a step's graph: their structure, and the options for
-    them. A module that is no block is a kind of its own."""
+    them. A module that is not a block is a kind of its own."""
     if name not in model.blocks:
         return name
     block, recompute = model.blocks[name], options.recompute

@@ -8,7 +8,7 @@ well only if nothing fails meanwhile. The mean time of a stretch of T is then, e
     M exp(R / M) (exp((T + C) / M) - 1)                      J. T. Daly, FGCS 22 (2006), equation 20
 
 Its share of T is the goodput. It is largest where T / M = 1 - exp(-(T + C) / M), close to sqrt(2 C M) where C is small
-beside M (J. W. Young, CACM 17 (1974)).
+relative to M (J. W. Young, CACM 17 (1974)).
 
 A save in a thread stops training for the copy alone, C, but is whole only after W. A failure before that falls back one
 checkpoint further, which costs W more on average: R + W takes R's place, to first order in W / M.

@@ -30,7 +30,7 @@ from torchtitan_graph.plan.ranks import BuiltJob, Rank
 from torchtitan_graph.plan.simulate import Prices
 from torchtitan_graph.rates import Rates
 
-_MAPPED_BYTES = 32 << 20  # glibc maps allocations of this size anew each time: a replay pays for that too
+_MAPPED_BYTES = 32 << 20  # glibc maps allocations of this size again each time: a replay pays for that too
 _ON_THE_HOST = Work(OTHER, 0.0, 0.0, 0.0, 4)  # a view, which takes only Python's time
 
 

@@ -160,7 +160,7 @@ class Replay:
 
 
 def is_run(node: Node) -> bool:
-    """Return whether a node computes by itself: it is no input, no tuple element, no wait and no collective."""
+    """Return whether a node computes by itself: it is neither an input, a tuple element, a wait nor a collective."""
     return (
         node.op == "call_function"
         and node.target not in (WAIT, operator.getitem)

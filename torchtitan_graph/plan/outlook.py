@@ -40,13 +40,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--storage_gb_per_s",
         type=float,
         metavar="GB/S",
-        help="GB that the storage takes in a second from all ranks together: tells what a checkpoint takes",
+        help="GB that the storage takes in a second from all ranks together; for the time of a checkpoint",
     )
     parser.add_argument(
         "--node_mtbf_hours",
         type=float,
         metavar="HOURS",
-        help="mean time between failures of one node; with --storage_gb_per_s: tells the best interval between"
+        help="mean time between failures of one node; with --storage_gb_per_s, for the best interval between"
         " checkpoints, and the share of time that trains",
     )
     parser.add_argument(
@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--expert_load",
         type=Path,
         metavar="FILE",
-        help="loads of the experts: JSON, one list or one by layer, or a run's metrics.jsonl; tells what they cost",
+        help="loads of the experts, for the cost of imbalance: JSON, one list or one by layer, or a run's metrics.jsonl",
     )
 
 

@@ -163,7 +163,7 @@ def as_data(plan: JobForecast) -> dict[str, Any]:
             "where": forecast.where,
             "needs": list(plan.needs),
             "fits": plan.fits,
-            "untold": forecast.unknown.removeprefix(", and "),
+            "not_counted": forecast.unknown.removeprefix(", and "),
         },
         "received": [*sent(number, forecast.sent), *sent(1, forecast.sent_once)],
         "flops": forecast.operations * number,

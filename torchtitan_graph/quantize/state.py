@@ -115,13 +115,13 @@ class Float8State:
         self._layout, self._compute, self._is_fresh, self._is_first = layout, compute, False, True
 
     @torch.no_grad()
-    def refresh(self, anew: bool = True) -> None:
-        """Quantise the weights, in place; all ranks together. If not `anew`, only if a step was taken since.
+    def refresh(self, always: bool = True) -> None:
+        """Quantise the weights, in place; all ranks together. If not `always`, only if a step was taken since.
 
         A scale is shared by all ranks with a shard of the weight, or of an expert's. Under tensor parallelism each rank
         multiplies its own shard, with that shard's scale.
         """
-        if self._is_fresh and not anew:
+        if self._is_fresh and not always:
             return
         by_axis: dict[str, list[_Cached]] = {}
         for each in self._cached:

@@ -40,7 +40,7 @@ def check_result(option: str, path: Path) -> None:
 
 
 def write_result(option: str, path: Path, content: str) -> None:
-    """Write a command's result file like `write_text`; one that is no regular file, such as /dev/stdout, in place.
+    """Write a command's result file like `write_text`; one that is not a regular file, such as /dev/stdout, in place.
 
     Raises a UserError with the option and the reason if it can't be written; nothing of it is left.
     """

@@ -117,7 +117,7 @@ def add_marks(graph: Graph) -> None:
 class Stopwatch:
     """The time that graphs work on this device, without waits for other ranks.
 
-    On a GPU the marks are events in the stream that computes: time that it waits for a collective's is no work.
+    On a GPU the marks are events in the stream that computes: time that it waits for a collective's is not work.
     """
 
     def __init__(self, device: torch.device) -> None:

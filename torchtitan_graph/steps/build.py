@@ -88,7 +88,7 @@ class Steps:
         """Return the sum of the loss over this rank's targets of a batch; `on_host` as in `train`."""
         one = torch.ones((), dtype=torch.int64, device=batch.tokens_BL.device)
         if self.quantized is not None:
-            self.quantized.refresh(anew=False)
+            self.quantized.refresh(always=False)
         if isinstance(self.step, Pipeline):
             return self.step.evaluate(partial(self._inputs, batch, on_host, one))
         assert self.evaluation is not None, "built when the options have eval_rows"

@@ -30,7 +30,7 @@ def check_disabled(names: Sequence[str]) -> None:
     """Check `compile.disable_passes`.
 
     Raises:
-        UserError: a name that is no pass, or a pass that can't be left out.
+        UserError: a name that is not a pass, or a pass that can't be left out.
     """
     known = {each.name: each for each in passes(PassPlan({}, (), ()))}
     optional = [name for name, each in known.items() if not each.required]
@@ -52,7 +52,7 @@ def plan_extra(options: job.Compile) -> list[Extra]:
     """Return the passes of `compile.extra_passes`, imported.
 
     Raises:
-        UserError: a name that can't be imported or is no function of a graph, or a pass to follow that does not exist
+        UserError: a name can't be imported or is not a function of a graph, or a pass to follow does not exist
             or is left out.
     """
     entries = enumerate(options.extra_passes, 1)

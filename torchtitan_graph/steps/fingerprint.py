@@ -76,7 +76,7 @@ def fingerprint(config: JobConfig, model: Decoder, dims: ParallelDims, options: 
         # The modules in compile.fusions are not among them.
         "layers that are an operator each": str(sorted(kind.__name__ for kind in options.fused)),
         "microbatches of a step": str(options.num_microbatches),
-        # They may come from a file, whose name is no content.
+        # They may come from a file, whose name is not content.
         "the pipeline's stages": str((pipeline.stages, pipeline.rank_of, microbatches) if pipeline else "none"),
         **{f"degree of {axis}": str(degree) for axis, degree in dataclasses.asdict(dims).items()},
         **{f"the model's {key}": str(value) for key, value in vars(model.config).items()},

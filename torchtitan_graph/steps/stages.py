@@ -163,7 +163,7 @@ def _log_budget(number: int, step: TracedResult, assembly: Assembly) -> None:
     """Log and draw a stage's trade-off of memory for work."""
     picture = assembly.options.picture
     picture = picture and picture.with_stem(f"{picture.stem}_stage_{number}")
-    log_budget(step.gm, f"stage {number}, beside summed gradients", picture if _is_shown(assembly.layout) else None)
+    log_budget(step.gm, f"stage {number}, without summed gradients", picture if _is_shown(assembly.layout) else None)
 
 
 def _run_passes(

@@ -31,7 +31,7 @@ def step_table(
         trace: a profile of a run of these graphs.
 
     Raises:
-        UserError: the profile is no trace, or of other graphs.
+        UserError: the profile is not a trace, or of other graphs.
     """
     one_document = assembly.model.visible_in_one_document(assembly.options.rows[1])
     costs = dataclasses.replace(assembly.costs, visible=one_document)

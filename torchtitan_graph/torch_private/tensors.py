@@ -19,7 +19,7 @@ KEPT_BY_TORCH = frozenset(
 
 
 def mark_as_parameter(tensor: torch.Tensor) -> None:
-    """Make `isinstance(tensor, torch.nn.Parameter)` true of a tensor that is no leaf, as a real parameter must be.
+    """Make `isinstance(tensor, torch.nn.Parameter)` true of a tensor that is not a leaf, as a real parameter must be.
     torch has the mark for subclasses of tensors, and no public name for it."""
     tensor._is_param = True  # type: ignore[attr-defined]
 

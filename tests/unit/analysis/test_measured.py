@@ -215,7 +215,7 @@ def test_what_is_no_trace_is_refused(tmp_path: Path) -> None:
     torn = whole[:20] + b"\xff" * 20 + whole[40:]
     for content in (whole[:-9], b"{", gzip.compress(b"[1]"), gzip.compress(b'{"traceEvents": [7]}'), torn):
         trace.write_bytes(content)
-        with pytest.raises(UserError, match="is no trace of torch's profiler"):
+        with pytest.raises(UserError, match="is not a trace of torch's profiler"):
             measured(trace)
     with pytest.raises(UserError, match="is not there"):
         measured(tmp_path / "none.json")
@@ -232,7 +232,7 @@ def test_an_event_of_another_form_is_refused(tmp_path: Path, key: str, value: An
         where = each["args"] if key in ("node", "graph", "correlation") else each
         if key in where:
             where[key] = value
-    with pytest.raises(UserError, match="is no trace of torch's profiler .*an event is"):
+    with pytest.raises(UserError, match="is not a trace of torch's profiler .*an event is"):
         measured(gpu_trace(tmp_path, *strange))
 
 
@@ -245,15 +245,15 @@ def test_a_damaged_or_bottomless_file_is_refused(tmp_path: Path) -> None:
     lists = gzip.compress(b'{"traceEvents": [' + b"[]," * 7_000_000 + b"[]]}", compresslevel=1)
     for content in (bytes(whole), deep, zeros, lists):
         trace.write_bytes(content)
-        with pytest.raises(UserError, match="is no trace of torch's profiler"):
+        with pytest.raises(UserError, match="is not a trace of torch's profiler"):
             measured(trace)
 
 
 def test_what_is_no_regular_file_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "rank0.json.gz")
-    with pytest.raises(UserError, match="is no regular file, but a FIFO"):
+    with pytest.raises(UserError, match="is not a regular file, but a FIFO"):
         measured(tmp_path / "rank0.json.gz")
-    with pytest.raises(UserError, match="is no trace, and no run's folder"):
+    with pytest.raises(UserError, match="is not a trace, and no run's folder"):
         find_trace(tmp_path / ("x" * 300), 0, 1)
 
 

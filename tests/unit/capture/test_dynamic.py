@@ -206,7 +206,7 @@ def test_what_can_not_be_dynamic_is_refused_by_name(fn: Callable, first: tuple, 
 @pytest.mark.parametrize(
     ("shapes", "message"),
     [
-        ({"z": {0: "n"}}, "z is no tensor among the arguments: x, y"),
+        ({"z": {0: "n"}}, "z is not a tensor among the arguments: x, y"),
         ({"x": {2: "n"}}, "x has no dimension 2: 0 to 1"),
         ({"x": {"0": "n"}}, "x has no dimension '0': 0 to 1"),
         ({"x": "n"}, "x is 'n': legal are a dict of its dimensions' names, and a list of names"),

@@ -130,7 +130,7 @@ def test_a_sum_of_gradients_belongs_where_the_second_comes_from() -> None:
     assert meta.module(total) == meta.module(total.args[1])  # type: ignore[arg-type]
     assert meta.module(total) in ("sine", "cosine")
     (last,) = total.users
-    assert meta.module(last) == "", "what follows the sum is no sum"
+    assert meta.module(last) == "", "what follows the sum is not a sum"
 
 
 class Mixed(nn.Module):

@@ -55,7 +55,7 @@ def test_the_graph_reads_the_live_state() -> None:
 
 
 class Asks(nn.Module):
-    """Goes another way where its weight is no parameter."""
+    """Goes another way where its weight is not a parameter."""
 
     def __init__(self) -> None:
         super().__init__()

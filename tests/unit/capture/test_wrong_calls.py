@@ -128,12 +128,12 @@ def test_of_another_capture(capture: Any) -> None:
     [
         (lambda t: signature_of(t), r"a TracedResult has no signature: .* signature_of\(traced.gm\)"),
         (lambda t: signature_of(torch.fx.symbolic_trace(MODEL)), "a Linear has no signature"),
-        (lambda t: call_hierarchy(t.gm), "is no node of a graph: write it for node in traced.gm.graph.nodes"),
-        (lambda t: fwd_call_hierarchy(t), "a TracedResult is no node of a graph"),
-        (lambda t: origin(t.gm.graph), "a Graph is no node of a graph"),
+        (lambda t: call_hierarchy(t.gm), "is not a node of a graph: write it for node in traced.gm.graph.nodes"),
+        (lambda t: fwd_call_hierarchy(t), "a TracedResult is not a node of a graph"),
+        (lambda t: origin(t.gm.graph), "a Graph is not a node of a graph"),
         (
             lambda t: shown(next(iter(t.gm.graph.nodes))),
-            r"a Node is no place: write shown\(place\) for place in call_hi",
+            r"a Node is not a place: write shown\(x\) for x in call_hi",
         ),
         (lambda t: compare_captures(step, MODEL, (X,)), r"write compare_captures\(fn, module=model\)\(\*arguments\)"),
         (lambda t: dynamo_capture(InParts(step))(X), r"InParts has no forward: write InParts\(whole, forward\)"),

@@ -165,9 +165,9 @@ def test_a_damaged_checkpoint_that_was_asked_for_is_refused(run: Path, tmp_path:
     with pytest.raises(UserError, match=r"checkpoint.load_step = 2: that checkpoint is not whole: .* is damaged"):
         load(run, load_step=2)
     path = run / "step-2"
-    with pytest.raises(UserError, match=r"checkpoint.initial_load_path = .* is no checkpoint: .* is damaged"):
+    with pytest.raises(UserError, match=r"checkpoint.initial_load_path = .* is not a checkpoint: .* is damaged"):
         load(tmp_path / "new", initial_load_path=str(path))
-    with pytest.raises(UserError, match=r"is no checkpoint: .* is damaged"):
+    with pytest.raises(UserError, match=r"is not a checkpoint: .* is damaged"):
         load_model(path, nn.Linear(2, 2))
 
 
@@ -420,7 +420,7 @@ def test_what_is_no_such_file_is_neither_waited_for_nor_read(
     assert load(run) == 2
     with pytest.raises(UserError, match="step = 3: that checkpoint is not whole: "):
         load(run, load_step=3)
-    with pytest.raises(UserError, match="is no checkpoint"):
+    with pytest.raises(UserError, match="is not a checkpoint"):
         load(tmp_path / "new", initial_load_path=str(run / "step-3"))
 
 
@@ -430,7 +430,8 @@ def test_a_manifest_that_names_files_elsewhere_is_refused(name: str, run: Path) 
     content = json.loads(file.read_text())
     content["files"][name] = 1
     file.write_text(json.dumps(content))
-    assert find_problem(run / "step-3") == f"its {MANIFEST} says 1 of {name[:100]!r}, which is no file of this folder"
+    problem = find_problem(run / "step-3")
+    assert problem == f"its {MANIFEST} says 1 of {name[:100]!r}, which is not a file of this folder"
     assert load(run) == 2
 
 

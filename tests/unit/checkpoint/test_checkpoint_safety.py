@@ -102,7 +102,7 @@ def test_attributes_of_anything_else_are_refused(checkpoint: Path, kind: type) -
             return getattr, (kind, "__init__")
 
     (checkpoint / ".metadata").write_bytes(pickle.dumps(Attribute()))
-    with pytest.raises(UserError, match="__init__ of .*, which is no enumeration; nothing was run"):
+    with pytest.raises(UserError, match="__init__ of .*, not an enumeration; nothing was run"):
         read_metadata(checkpoint)
 
 

@@ -130,11 +130,11 @@ def test_the_stock_unpickler_takes_a_bomb() -> None:
 
 def test_what_is_no_file_or_is_larger_than_its_tensors_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / ".metadata")
-    with pytest.raises(UserError, match="is no regular file, but a FIFO"):
+    with pytest.raises(UserError, match="is not a regular file, but a FIFO"):
         read_metadata(tmp_path)
     (tmp_path / ".metadata").unlink()
     (tmp_path / ".metadata").symlink_to("/dev/zero")
-    with pytest.raises(UserError, match="is no regular file, but a device"):
+    with pytest.raises(UserError, match="is not a regular file, but a device"):
         read_metadata(tmp_path)
     (tmp_path / ".metadata").unlink()
     with (tmp_path / ".metadata").open("wb") as file:

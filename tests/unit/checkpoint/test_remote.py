@@ -200,10 +200,10 @@ def test_what_was_fetched_to_begin_with_is_fetched_again_where_it_is_not_the_sam
 
 def test_no_checkpoint_at_an_address_to_begin_with(tmp_path: Path, memory: MemoryFileSystem) -> None:
     save(tmp_path / "a", 2)
-    with pytest.raises(UserError, match=r"initial_load_path = '.*step-3' is no checkpoint: it has no manifest.json"):
+    with pytest.raises(UserError, match=r"initial_load_path = '.*step-3' is not a checkpoint: it has no manifest.json"):
         load(tmp_path / "b", **INITIAL | {"initial_load_path": f"{ADDRESS}/step-3"})
     damage(memory, "step-2", DATA)
-    with pytest.raises(UserError, match=r"initial_load_path = '.*step-2' is no checkpoint: .*distcp is damaged"):
+    with pytest.raises(UserError, match=r"initial_load_path = '.*step-2' is not a checkpoint: .*distcp is damaged"):
         load(tmp_path / "b", **INITIAL)
 
 

@@ -223,7 +223,7 @@ def test_a_missing_file_is_named_with_the_nearest_one(tmp_path: Path) -> None:
 def test_a_folder_stands_for_the_configuration_of_the_run_in_it(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
-    assert "is no run's folder, for it has no config.toml" in problems(["--job.config_file", str(run)])[0]
+    assert "is not a run's folder, for it has no config.toml" in problems(["--job.config_file", str(run)])[0]
     (run / "config.toml").write_text("[training]\nsteps = 3")
     assert load(["--job.config_file", str(run)]).training.steps == 3
     assert f"no config.toml; these are runs: {run}" in problems(["--job.config_file", str(tmp_path)])[0]

@@ -118,7 +118,7 @@ READERS = readers()
 
 def test_every_key_is_read() -> None:
     unread = [key for key in KEYS if not READERS[key] and key not in READ_HERE]
-    assert not unread, f"nothing reads {unread}: an option that does nothing is no option"
+    assert not unread, f"nothing reads {unread}: an option that does nothing is not an option"
 
 
 @pytest.mark.parametrize(

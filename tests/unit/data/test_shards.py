@@ -159,7 +159,7 @@ def test_where_text_is_wanted_shards_are_refused(shards):
 def test_a_folder_of_somebody_else_is_not_deleted(text, tmp_path):
     (tmp_path / "a.part").mkdir()
     (tmp_path / "a.part" / "notes.txt").write_text("mine")
-    with pytest.raises(ValueError, match=r"a.part holds notes.txt, which is no shard"):
+    with pytest.raises(ValueError, match=r"a.part holds notes.txt, which is not a shard"):
         write(text, tmp_path / "a")
     assert (tmp_path / "a.part" / "notes.txt").read_text() == "mine"
 

@@ -242,9 +242,9 @@ CORRUPT = {
     "a.jsonl": [
         (b'{"text": "x"}\n{"text": \n', "line 2: is not JSON"),
         (b'{"text": "x"}\n\n{"txt": "y"}\n', r"line 3: no text under the key 'text'; there is \['txt'\]"),
-        (b'{"text": "x"}\n{"text": 3}\n', "line 2: the value of the key 'text' is no text, but a number"),
-        (b'{"text": null}\n', "is no text, but null"),
-        (b'{"text": ["x"]}\n', "is no text, but a list.*--text_column"),
+        (b'{"text": "x"}\n{"text": 3}\n', "line 2: the value of the key 'text' is not text, but a number"),
+        (b'{"text": null}\n', "is not text, but null"),
+        (b'{"text": ["x"]}\n', "is not text, but a list.*--text_column"),
         (
             b'{"messages": []}\n',
             r"no text under the key 'text'; there is \['messages'\]\. .*pretokenize.py --text_column",
@@ -352,16 +352,16 @@ def test_a_file_that_changes_while_it_is_read_is_named(tmp_path, name, change, m
 def test_what_is_no_regular_file_is_refused_at_once(tmp_path):
     for name in ("a.txt", "a.jsonl", "a.jsonl.gz", "a.parquet"):
         os.mkfifo(tmp_path / name)
-        with pytest.raises(UserError, match=f"{name}': is no regular file, but a FIFO"):
+        with pytest.raises(UserError, match=f"{name}': is not a regular file, but a FIFO"):
             open_corpus("", str(tmp_path / name), "train", seed=0)
-    with pytest.raises(UserError, match="training.dataset_path = '/dev/zero': is no regular file"):
+    with pytest.raises(UserError, match="training.dataset_path = '/dev/zero': is not a regular file"):
         open_corpus("", "/dev/zero", "train", seed=0)
-    with pytest.raises(UserError, match="a.jsonl: is no regular file, but a FIFO"):
+    with pytest.raises(UserError, match="a.jsonl: is not a regular file, but a FIFO"):
         open_corpus("", str(tmp_path), "train", seed=0)
     for name in ("shards.json", "state.json"):
         (tmp_path / name.removesuffix(".json")).mkdir()
         os.mkfifo(tmp_path / name.removesuffix(".json") / name)
-        with pytest.raises(UserError, match=f"{name}: is no regular file, but a FIFO"):
+        with pytest.raises(UserError, match=f"{name}: is not a regular file, but a FIFO"):
             open_corpus("", str(tmp_path / name.removesuffix(".json")), "train", seed=0)
 
 
@@ -397,9 +397,9 @@ def test_another_text_column(tmp_path):
         ("c4", "nowhere", "train", "training.dataset_path = 'nowhere': there is no such file"),
         ("c4", "x" * 300, "train", "training.dataset_path = 'x+': "),
         ("c4", "nowhere", "validation", "validation.dataset_path = 'nowhere'"),
-        ("c4", "~nobody-has-this-name/x", "train", "training.dataset_path = .*: is no place: "),
-        ("c4", "a\0b", "validation", "validation.dataset_path = .*: is no place: "),
-        ("stdlb", None, "train", "training.dataset = 'stdlb' is no corpus; did you mean 'stdlib'"),
+        ("c4", "~nobody-has-this-name/x", "train", "training.dataset_path = .*: is not a place: "),
+        ("c4", "a\0b", "validation", "validation.dataset_path = .*: is not a place: "),
+        ("stdlb", None, "train", "training.dataset = 'stdlb' is not a corpus; did you mean 'stdlib'"),
         ("c4_validation", None, "train", "are for validation. Train on 'c4'"),
         ("", "EMPTY", "train", "none of the 0 files in this folder"),
     ],

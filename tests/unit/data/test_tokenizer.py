@@ -77,10 +77,10 @@ def test_special_tokens_are_found(tmp_path, config):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"eos_token": "<end>"}, "eos_token is '<end>', which is no token"),
+        ({"eos_token": "<end>"}, "eos_token is '<end>', which is not a token"),
         ({"eos_token": None}, "no token ends a document"),
-        ({"eos_token": 3}, "eos_token is 3, which is no token"),
-        ({"eos_token": {"special": True}}, "eos_token is '', which is no token"),
+        ({"eos_token": 3}, "eos_token is 3, which is not a token"),
+        ({"eos_token": {"special": True}}, "eos_token is '', which is not a token"),
         (["<|eos|>"], "tokenizer_config.json: has invalid content: Expected `object`"),
     ],
 )
@@ -224,8 +224,8 @@ def test_listed_flags_make_another_tokenizer(tmp_path):
     [
         ([], "added_tokens_decoder: Expected `object`, got `array`"),
         ({"1": "<x>"}, r"added_tokens_decoder\[...\]: Expected `object`, got `str`"),
-        ({"x" * 999: {"content": "<x>"}}, "lists 'x{70,}, which is no id"),
-        ({"9" * 5000: {"content": "<x>"}}, "lists '9{70,}, which is no id"),
+        ({"x" * 999: {"content": "<x>"}}, "lists 'x{70,}, which is not an id"),
+        ({"9" * 5000: {"content": "<x>"}}, "lists '9{70,}, which is not an id"),
         ({"3000": {"content": "<x>", "special": 1}}, "special: Expected `bool`, got `int`"),
     ],
 )
@@ -313,7 +313,7 @@ def test_what_is_no_small_regular_file_is_refused_at_once(tmp_path, name):
     file = tmp_path / name
     file.unlink()
     os.mkfifo(file)
-    with pytest.raises(UserError, match=f"{name}: is no regular file, but a FIFO"):
+    with pytest.raises(UserError, match=f"{name}: is not a regular file, but a FIFO"):
         load_tokenizer(str(tmp_path))
     file.unlink()
     with file.open("wb") as sparse:

@@ -32,4 +32,4 @@ def test_errors_are_one_line(tmp_path):
     run = train("--dataset_path", str(tmp_path / "a.jsonl"), "--out", str(tmp_path))
     assert run.returncode == 2
     (line,) = run.stderr.splitlines()  # without argparse's usage, which would say that the command was wrong
-    assert "a.jsonl, line 1: the value of the key 'text' is no text, but a number" in line
+    assert "a.jsonl, line 1: the value of the key 'text' is not text, but a number" in line

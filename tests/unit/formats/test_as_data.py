@@ -82,7 +82,7 @@ FAULTS: dict[str, Callable[[Any, str], Any]] = {
     "a module": lambda data, code: data["targets"].append("os::system"),
     "a function": lambda data, code: data["targets"].append("builtins.eval"),
     "the namespace": lambda data, code: data["targets"].append("aten::__class__.default"),
-    "what is no operator": lambda data, code: data["targets"].append("aten::name.default"),
+    "what is not an operator": lambda data, code: data["targets"].append("aten::name.default"),
     "a file": lambda data, code: call_of(data, "tanh")[3].append("/etc/passwd"),
     "a type": lambda data, code: call_of(data, "mean")[4].__setitem__("dtype", {"dtype": "load"}),
     "a keyword of Python": lambda data, code: call_of(data, "tanh").__setitem__(1, "lambda"),

@@ -87,7 +87,7 @@ def test_a_line_ends_with_what_is_held_beside_the_inputs() -> None:
         "1.000 MiB",
         "1.000 MiB",
     ]
-    assert "2.000 MiB at its peak beside the inputs." in text
+    assert "2.000 MiB at its peak without the inputs." in text
 
 
 def test_with_stack_traces_each_line_ends_with_the_line_of_source_outside_torch() -> None:

@@ -216,7 +216,7 @@ def test_that_the_store_ends_before_other_nodes_agents_is_not_told(
 
     monkeypatch.setattr(stop, "_stepping", False)
     monkeypatch.setattr(run, "run", agent)
-    # caplog's handler is no proof: pytest adds it to loggers that propagate nothing, too.
+    # caplog's handler is not a proof: pytest adds it to loggers that propagate nothing, too.
     handler = logging.Handler()
     handler.emit = lambda record: shown.append(record.getMessage())  # type: ignore[method-assign]
     monkeypatch.setattr(logging.getLogger("torch.distributed"), "handlers", [handler])

@@ -218,7 +218,7 @@ def test_a_line_that_was_torn_while_it_was_moved_stays_alone(tmp_path: Path) -> 
 def test_what_is_no_file_of_lines_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     os.mkfifo(path)
-    with pytest.raises(UserError, match="metrics.jsonl: is no regular file, but a FIFO"):
+    with pytest.raises(UserError, match="metrics.jsonl: is not a regular file, but a FIFO"):
         build(tmp_path)
     path.unlink()
     path.touch()
@@ -228,7 +228,7 @@ def test_what_is_no_file_of_lines_is_refused(tmp_path: Path) -> None:
             build(tmp_path, start_step=start_step)
     path.write_text(STEP % 1)
     os.mkfifo(tmp_path / "metrics_dropped.jsonl")
-    with pytest.raises(UserError, match="metrics_dropped.jsonl: is no regular file"):
+    with pytest.raises(UserError, match="metrics_dropped.jsonl: is not a regular file"):
         build(tmp_path)
     assert path.read_text() == STEP % 1
 

@@ -314,7 +314,7 @@ def test_an_index_of_millions_of_names_is_not_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json", "config.json"])
 def test_what_is_no_regular_file_is_refused(name: str, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / name)
-    with pytest.raises(UserError, match="is no regular file, but a FIFO|holds neither model.safetensors nor"):
+    with pytest.raises(UserError, match="is not a regular file, but a FIFO|holds neither model.safetensors nor"):
         read_json(tmp_path / name) if name == "config.json" else Folder(tmp_path)
 
 

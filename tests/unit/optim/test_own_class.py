@@ -116,7 +116,7 @@ def test_a_resumed_run_ends_on_the_same_bits(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("CountsInPython", "its state 'count' of 0.weight is no tensor, but 1; make it one"),
+        ("CountsInPython", "its state 'count' of 0.weight is not a tensor, but 1; make it one"),
         ("CountsInGroup", "a step changes 'count' of its param_groups"),
         ("HasGlobal", "'everything' that belongs to no parameter"),
         ("NeedsClosure", "can't take a step"),
@@ -138,7 +138,7 @@ def test_a_step_that_wants_a_closure_is_refused_before_any_work() -> None:
     [
         ("torch.optim.Rprop", "Rprop can't take a step on parameters laid out over ranks"),
         ("torch.optim.SparseAdam", "SparseAdam can't take a step"),
-        ("own.CountsInPython", "its state 'count' of 0.weight is no tensor, but 1; make it one"),
+        ("own.CountsInPython", "its state 'count' of 0.weight is not a tensor, but 1; make it one"),
         ("torch.optim.SGD", None),
     ],
 )
@@ -231,5 +231,5 @@ def test_what_torch_has_for_no_shards_is_named(name: str, options: dict[str, obj
 
 @pytest.mark.parametrize("name", ["Sign", "/own.Sign", "..", "own.", ".Sign", "own..Sign"])
 def test_what_is_no_dotted_name_is_refused(name: str) -> None:
-    with pytest.raises(UserError, match="is no dotted name, such as my_package.my_name"):
+    with pytest.raises(UserError, match="is not a dotted name, such as my_package.my_name"):
         find_own("optimizer.name", name)

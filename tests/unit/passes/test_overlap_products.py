@@ -58,7 +58,7 @@ def test_products_stand_between_a_start_and_its_wait(layout_of: Callable, tp: in
 def test_latent_attention_and_dense_layers_are_cut_too(layout_of: Callable) -> None:
     layout = layout_of(tp=2)
     before, after = (num_whole(graph_on(layout, is_on, family=deepseek_v3)) for is_on in (False, True))
-    assert 0 < after < before, "what is sent between experts is no sum of products of the sequence's rows"
+    assert 0 < after < before, "what is sent between experts is not a sum of products of the sequence's rows"
 
 
 def test_nothing_changes_where_it_would_take_longer(layout_of: Callable) -> None:

@@ -36,7 +36,7 @@ def test_hybrid_sharding_sends_its_minimum(layout_of, bucketed: bool) -> None:
         (DP_REPLICATE, "all_reduce"): shards,
     }
     known = {name: axis for name, axis in layout.axes_by_group.items() if axis[0] == FSDP}
-    assert {axis for axis, _ in traffic(gm, known)} == {FSDP}  # a group that is no axis: of a user's pass
+    assert {axis for axis, _ in traffic(gm, known)} == {FSDP}  # a group that is not an axis: of a user's pass
 
 
 # --- of whole models, by axis ----------------------------------------------------------------------------------------

@@ -267,7 +267,7 @@ def test_what_is_not_known_of_an_optimizer_is_said(jobs: Callable[[str], BuiltJo
     told = dataclasses.replace(rank.forecast, held=held, optimizer="my.Own")
     plan = simulate(found._replace(ranks=[rank._replace(forecast=told)]), by_rates(found, H100), H100)
     assert "fits, and what my.Own keeps" in "\n".join(lines(plan))
-    assert as_data(plan)["memory"]["untold"] == "what my.Own keeps"
+    assert as_data(plan)["memory"]["not_counted"] == "what my.Own keeps"
     assert "what Inductor's code" in dataclasses.replace(told, is_whole=True).unknown
 
 

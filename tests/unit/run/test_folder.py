@@ -99,4 +99,4 @@ def test_a_configuration_that_is_no_file_is_not_compared(tmp_path: Path, caplog:
     (tmp_path / "checkpoint" / "step-1").mkdir(parents=True)
     os.mkfifo(tmp_path / "config.toml")
     run_in(tmp_path).close(FINISHED)
-    assert "config.toml: is no regular file, but a FIFO" in caplog.text
+    assert "config.toml: is not a regular file, but a FIFO" in caplog.text

@@ -139,7 +139,7 @@ def test_a_lock_that_does_not_say_who_holds_it_is_told_as_such(
 
 def test_what_is_no_file_in_the_place_of_a_lock_is_told(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "run.lock")
-    with pytest.raises(FolderHeld, match=r"run.lock: is no regular file, but a FIFO; .* delete it"):
+    with pytest.raises(FolderHeld, match=r"run.lock: is not a regular file, but a FIFO; .* delete it"):
         Lock(tmp_path)
     (tmp_path / "run.lock").unlink()
     (tmp_path / "run.lock").symlink_to("nothing")

@@ -9,7 +9,7 @@ class Passes {
       label: "Passes", columns: [
         { title: "Pass", width: 210, grow: true }, { title: "Time", num: true, width: 88 },
         { title: "Calls after", num: true, width: 100 },
-        { title: "Peak", num: true, width: 92, help: "bytes held at the peak beside the inputs, after it" },
+        { title: "Peak", num: true, width: 92, help: "bytes held at the peak without the inputs, after it" },
         { title: "Received", num: true, width: 92, help: "bytes of collectives, after it" },
         { title: "Exposed", num: true, width: 88, help: "waiting for collectives, after it; estimate" }, ...kinds,
         { title: "Operators", width: 300, grow: true, help: "the largest changes of their number" },

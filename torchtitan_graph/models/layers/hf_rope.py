@@ -1,4 +1,5 @@
-"""Rotary parameters of a config.json: in either of transformers' two forms, and by its precedence."""
+"""What every family has in a config.json. Rotary parameters are in either of transformers' two forms, by its
+precedence."""
 
 from __future__ import annotations
 
@@ -9,6 +10,52 @@ from torchtitan_graph.models.layers.hf_config import ConfigReader
 from torchtitan_graph.models.layers.rope import LinearScaling, Llama3Scaling, Scaling, YarnScaling, yarn_magnitude
 
 _CONTEXT = "original_max_position_embeddings"
+
+# Our field -> Hugging Face's.
+_IN_ALL = {
+    "dim": "hidden_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "vocab_size": "vocab_size",
+    "tied": "tie_word_embeddings",
+    "rope_theta": "rope_theta",
+    "norm_eps": "rms_norm_eps",
+}
+
+
+def read_common(
+    reader: ConfigReader, theta: float = 10000.0, norm_eps: float = 1e-6, implied: Mapping[str, Any] | None = None
+) -> tuple[dict[str, Any], float]:
+    """Return the fields of a configuration that every family has, by name; and `mscale_all_dim`, as `read_rope`.
+
+    Args:
+        theta, implied: as in `read_rope`.
+        norm_eps: default value.
+    """
+    rope_theta, rope_scaling, mscale = read_rope(reader, theta, implied)
+    common = {
+        "dim": reader.integer("hidden_size"),
+        "num_layers": reader.num_layers(),
+        "num_heads": reader.integer("num_attention_heads"),
+        "vocab_size": reader.integer("vocab_size"),
+        "tied": reader.flag("tie_word_embeddings", False),
+        "rope_theta": rope_theta,
+        "rope_scaling": rope_scaling,
+        "norm_eps": reader.number("rms_norm_eps", norm_eps),
+    }
+    return common, mscale
+
+
+def common_to_hf(config: Any, architecture: str, model_type: str) -> dict[str, Any]:
+    """Return the entries of a config.json that every family has, in the form of the releases."""
+    return {
+        "architectures": [architecture],
+        "model_type": model_type,
+        **{theirs: getattr(config, ours) for ours, theirs in _IN_ALL.items()},
+        "rope_scaling": scaling_to_hf(config.rope_scaling),
+        "hidden_act": "silu",
+        "attention_bias": False,
+    }
 
 
 def read_rope(

@@ -187,11 +187,13 @@ class Blueprint:
     def forecast_with(self, recompute: Recompute) -> Forecast:
         """Return this rank's forecast with another recomputation policy; nothing of the run changes."""
         family, model, _ = choose_model(self.config, self.assets, self.tokenizer.vocab_size, self.target)
-        named = self.options.recompute
+        ours = self.options.recompute
         options = dataclasses.replace(
             self.options,
             target=dataclasses.replace(self.target, runs=False),
-            recompute=dataclasses.replace(recompute, saved=named.saved, again=named.again),
+            recompute=dataclasses.replace(
+                recompute, saved=recompute.saved | ours.saved, again=recompute.again | ours.again
+            ),
             budget_gib=None,
             dump_to=None,
             picture=None,

@@ -45,7 +45,7 @@ def find_full_disk(path: Path, error: str) -> str | None:
 def why_unwritable(path: Path, error: OSError) -> str:
     """Return why `path` can't be written: a full disk, a file in the place of a folder, or the system's message."""
     if isinstance(error, FileExistsError) and error.filename and not os.path.isdir(error.filename):
-        return f"{error.filename} is there, and is no folder: move it away, or name another place"
+        return f"{error.filename} is there, and is not a folder: move it away, or name another place"
     return find_full_disk(path, str(error)) or str(error)
 
 

@@ -101,7 +101,7 @@ def name(number: int) -> str:
 def message(number: int = 0) -> str:
     """Return the message that `number`, or the signal received here, has ended a process."""
     what = "at once" if _stepping and not number else "before the first step"
-    return f"stopped by {name(number or _received)} {what}; start it again to resume from its newest checkpoint"
+    return f"stopped by {name(number or _received)} {what}; start it again to resume from its newest checkpoint, if any"
 
 
 def exit_code(number: int = 0) -> int:

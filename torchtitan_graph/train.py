@@ -167,7 +167,7 @@ def _start(config: JobConfig, world_size: int, fake: bool) -> None:
     )
     if devices.device_type() == "cpu" and config.training.mixed_precision_param == "bfloat16" and dist.get_rank() == 0:
         warn_of_slow_products(devices.seconds_of_product(torch.bfloat16) / devices.seconds_of_product(torch.float32))
-    logger.info(f"{world_size} processes on {devices.device_type()}")
+    logger.info(f"{world_size} process{'es' * (world_size > 1)} on {devices.device_type()}")
 
 
 def warn_of_slow_products(times: float) -> None:

@@ -26,8 +26,8 @@ TITLES = {
     CHANGED: "changed",
     OTHER: "about model.flavor, which is not quite torchtitan's model of that name",
     IGNORED: "ignored, since they change no numbers",
-    HARMLESS: "of no meaning here, at a value that asks for nothing",
-    SAID: "said by train besides",
+    HARMLESS: "without a counterpart here, at a value that has no effect",
+    SAID: "notices of train",
     REFUSED: "refused",
 }
 
@@ -148,7 +148,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--out", metavar="NEW.toml", type=Path, help="write what differs from the defaults to this file"
     )
-    arguments = parser.parse_args(argv)
+    words = sys.argv[1:] if argv is None else argv
+    if words and not words[0].startswith("-"):
+        parser.error(f"{words[0]}: a file is given as --job.config_file {words[0]}")
+    arguments = parser.parse_args(words)
     settings, result = translate(arguments.old)
     if unread := next((each for each in result.findings if each.setting.source == COMMAND_LINE), None):
         parser.error(f"{arguments.old}: {unread.why}")

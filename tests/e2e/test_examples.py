@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import REPOSITORY, numbers, run_script, train
+from runs import REPOSITORY, numbers, records, run_script, train
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from torchtitan_graph.models import llama3
 from torchtitan_graph.models.hf import from_hf, to_hf
@@ -16,11 +17,11 @@ SHORT = "--training.steps 2 --training.seq_len 64 --training.local_batch_size 2 
 NO_VALIDATION = "--validation.no-enable"
 
 
-def train_example(name: str, folder: Path, options: str) -> None:
+def train_example(name: str, folder: Path, options: str, ranks: int = 1) -> None:
     page = (EXAMPLES / name / "README.md").read_text()
     (file,) = re.findall(r"^CONFIG_FILE=(\S+) ./run_train.sh$", page, re.MULTILINE)
     words = [*SHORT.split(), *options.split(), "--job.dump_folder", str(folder)]
-    code, output = train("--job.config_file", str(REPOSITORY / file), *words)
+    code, output = train("--job.config_file", str(REPOSITORY / file), *words, ranks=ranks)
     assert code == 0, output
     assert set(numbers(folder)) == {1, 2}
 
@@ -47,6 +48,21 @@ def test_from_hugging_face(tmp_path: Path) -> None:
 
 def test_own_model(tmp_path: Path) -> None:
     train_example("own_model", tmp_path, NO_VALIDATION)
+
+
+@pytest.mark.filterwarnings("ignore")  # TensorBoard's own
+def test_own_loss(tmp_path: Path) -> None:
+    """Its term is a metric, also where two ranks have the logits."""
+    options = f"{NO_VALIDATION} --parallelism.tensor_parallel_degree 2 --metrics.enable_tensorboard"
+    train_example("own_loss", tmp_path, options, ranks=2)
+    terms = [record["loss_terms"] for record in records(tmp_path)]
+    assert all(each.keys() == {"cross_entropy", "z_loss"} and each["z_loss"] > 1e-4 for each in terms)
+    shown = EventAccumulator(str(tmp_path / "tb")).Reload().Scalars("train/loss/z_loss")
+    assert [event.value for event in shown] == pytest.approx([each["z_loss"] for each in terms])
+
+
+def test_own_operator(tmp_path: Path) -> None:
+    train_example("own_operator", tmp_path, NO_VALIDATION)
 
 
 def test_own_pass(tmp_path: Path) -> None:

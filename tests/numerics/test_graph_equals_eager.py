@@ -1,6 +1,7 @@
 """The graph's training step is FSDP2's, bit for bit: losses, gradients, norms, and parameters after five steps."""
 
 import dataclasses
+from pathlib import Path
 
 import faults
 import pytest
@@ -256,3 +257,8 @@ def names_after_one_flip(cell: Cell, name: str) -> list[str]:
 def test_one_bit_flipped_in_what_was_seen_is_named():
     name = "step 3: gradient of norm.weight"
     assert run_on(1, names_after_one_flip, Cell(), name) == [[name]]
+
+
+def test_an_operator_of_ones_own(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples"))
+    check(Cell(TP2, BF16, family="own_operator.squared_relu", recompute=Recompute.from_option("selective", "op")))

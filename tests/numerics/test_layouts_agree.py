@@ -114,6 +114,7 @@ def test_every_variant_is_the_plain_module(cell):
     check(whole_graph, cell)
 
 
+OWN_TERMS = {"large_logits", "kind_of_row", "gain"}
 OWN_LOSS = {"precision": FP64, "family": "own_models.own_loss"}
 
 
@@ -123,9 +124,10 @@ OWN_LOSS = {"precision": FP64, "family": "own_models.own_loss"}
         (whole_graph, Cell(num_microbatches=4, **OWN_LOSS)),
         (whole_graph, Cell(FSDP2, num_microbatches=2, **OWN_LOSS)),
         (whole_eager, Cell(DDP2, **OWN_LOSS)),
+        (whole_graph, Cell(ParallelDims(tp=2), **OWN_LOSS)),
         (whole_graph, Cell(ParallelDims(pp=2), pipeline=(("pipeline_parallel_schedule", "1F1B"),), **OWN_LOSS)),
     ],
-    ids=["accumulate-4", "FSDP-2-accumulate-2", "eager-DDP-2", "PP-2"],
+    ids=["accumulate-4", "FSDP-2-accumulate-2", "eager-DDP-2", "TP-2", "PP-2"],
 )
 def test_a_term_of_ones_own_has_one_size_in_every_layout(whole, cell):
     check(whole, cell)
@@ -144,7 +146,7 @@ def terms_of(build, cell: Cell) -> tuple[dict[str, float], float]:
 @torch.no_grad()
 def terms_of_a_plain_module(cell: Cell) -> dict[str, float]:
     model, (batches, _) = build_plain(cell).model, microbatches(cell, 0, 1)
-    found = dict.fromkeys(("large_logits", "kind_of_row"), 0.0)
+    found = dict.fromkeys(OWN_TERMS, 0.0)
     for batch in batches:
         masks = model.masks(batch.documents_BL, batch.positions_BL)
         _, side = model(batch.tokens_BL, batch.positions_BL, masks, side_outputs=True)
@@ -158,16 +160,17 @@ MTP = {"family": "deepseek_v3", "changes": (("num_mtp_layers", 1),), "auxiliary"
 @pytest.mark.parametrize(
     ("build", "cell", "names"),
     [
-        (build_graph, Cell(FSDP2, num_microbatches=2, **OWN_LOSS), {"large_logits", "kind_of_row"}),
-        (build_eager, Cell(FSDP2, num_microbatches=2, **OWN_LOSS), {"large_logits", "kind_of_row"}),
+        (build_graph, Cell(FSDP2, num_microbatches=2, **OWN_LOSS), OWN_TERMS),
+        (build_eager, Cell(FSDP2, num_microbatches=2, **OWN_LOSS), OWN_TERMS),
         (
             build_graph,
             Cell(ParallelDims(pp=2), pipeline=(("pipeline_parallel_schedule", "1F1B"),), **OWN_LOSS),
-            {"large_logits", "kind_of_row"},
+            OWN_TERMS,
         ),
+        (build_eager, Cell(ParallelDims(tp=2), **OWN_LOSS), OWN_TERMS),
         (build_graph, Cell(ParallelDims(tp=2, ep=2), FP64, **MTP), {"experts", "ahead"}),
     ],
-    ids=["FSDP-2-accumulate-2", "eager", "PP-2", "TP-2-EP-2"],
+    ids=["FSDP-2-accumulate-2", "eager", "PP-2", "eager-TP-2", "TP-2-EP-2"],
 )
 def test_the_terms_of_a_loss_add_up_to_it(build, cell, names):
     of_ranks = run_on(cell.dims.num_ranks, terms_of, build, cell)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from torchtitan_graph.capture import minimal_fx_tracer, run_traced
-from torchtitan_graph.capture.step import trace_train_step
+from torchtitan_graph.capture.step import SideOutputs, trace_train_step
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.quantize import GroupedLinear, LayerNormLinear, Linear, Recipe, refresh
 from torchtitan_graph.quantize.products import DELAYED, MX, ROWWISE, ROWWISE_WIDE, TENSORWISE
@@ -110,16 +110,8 @@ class Twice(nn.Module):
         super().__init__()
         self.inner = net(DELAYED)[0]
 
-    def forward(self, x: Tensor, positions: Tensor, masks: None, side_outputs: bool) -> tuple[Tensor, "Beside"]:
-        return self.inner(self.inner(x)), Beside()
-
-
-@dataclasses.dataclass
-class Beside:
-    losses: dict = dataclasses.field(default_factory=dict)
-    state: dict = dataclasses.field(default_factory=dict)
-    ahead: tuple = ()
-    experts: tuple = ()
+    def forward(self, x: Tensor, positions: Tensor, masks: None, side_outputs: bool) -> tuple[Tensor, SideOutputs]:
+        return self.inner(self.inner(x)), SideOutputs()
 
 
 @dataclasses.dataclass

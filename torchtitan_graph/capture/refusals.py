@@ -105,6 +105,11 @@ def _of_text(error: Exception) -> str | None:
             "the traced function calls torch.utils.checkpoint with use_reentrant=True, or without the argument, which "
             "only works with .backward(): pass use_reentrant=False"
         )
+    if "leaf Variable that requires grad" in first:
+        return (
+            f"the traced function writes in place to a parameter, or another tensor that takes gradients{at}: compute a"
+            " new tensor instead"
+        )
     if ".numpy() is not supported" in first:
         return (
             f"the traced function makes a NumPy array of a tensor{at}, which holds numbers that no trace has: compute "

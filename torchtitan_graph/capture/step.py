@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import itertools
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.fx import GraphModule, Node
 
 from torchtitan_graph.capture.state import local_part, sharing_memory
@@ -42,6 +43,10 @@ class Inputs(Protocol):
 Loss = Callable[..., Tensor]  # (logits_BLV, labels_BL, num_tokens) or (x_BLD, labels_BL, num_tokens, output) -> scalar
 
 
+_NAME = re.compile(r"[\w.-]{1,100}", re.ASCII)
+_PAGE = "see docs/extend/family.md"
+
+
 class SideOutputs(NamedTuple):
     """The results of a model's forward pass, other than the logits, when it is called with `side_outputs=True`.
 
@@ -56,8 +61,8 @@ class SideOutputs(NamedTuple):
     experts  scalars of mixtures of experts: each is already this microbatch's share of a mean over the step
     """
 
-    losses: dict[str, Tensor]
-    state: dict[str, Tensor]
+    losses: Mapping[str, Tensor] = MappingProxyType({})
+    state: Mapping[str, Tensor] = MappingProxyType({})
     ahead: Sequence[Tensor] = ()
     ahead_weight: float = 0.0
     experts: Sequence[Tensor] = ()
@@ -110,12 +115,32 @@ class _Head:
 
 def _forward(model: nn.Module, loss: Loss, batch: Inputs, masks: Any, num_tokens: Tensor) -> StepOutput:
     head = _Head(model, loss, batch, num_tokens)
-    result, side = model(batch.tokens_BL, batch.positions_BL, masks, side_outputs=True, **head.given)
+    returned = model(batch.tokens_BL, batch.positions_BL, masks, side_outputs=True, **head.given)
+    result, side = _checked(model, returned)
     terms = {CROSS_ENTROPY: [head(result)], **_terms(model, batch, side)}
     if side.ahead:
         weight = side.ahead_weight / len(side.ahead)
         terms[AHEAD] = [weight * head(of_ahead, ahead) for ahead, of_ahead in enumerate(side.ahead, 1)]
-    return StepOutput(_sum(terms), side.state | _named(terms))
+    return StepOutput(_sum(terms), {**side.state, **_named(terms)})
+
+
+def _checked(model: nn.Module, returned: Any) -> tuple[Tensor, SideOutputs]:
+    """Return a model's results, after a check of their types; raise a UserError for others."""
+    is_pair = isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], SideOutputs)
+    if not is_pair or not all(isinstance(each, Mapping) for each in (returned[1].losses, returned[1].state)):
+        raise UserError(
+            f"{type(model).__name__}.forward(..., side_outputs=True) must return the pair (logits, SideOutputs(losses, "
+            f"state)), its losses and state each a dict of tensors by name, not {_kinds(returned)}; {_PAGE}"
+        )
+    return returned
+
+
+def _kinds(value: Any) -> str:
+    if isinstance(value, SideOutputs):
+        return f"SideOutputs({_kinds(value.losses)}, {_kinds(value.state)})"
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_kinds, value))})"
+    return type(value).__name__
 
 
 def _sum(terms: Mapping[str, Sequence[Tensor]]) -> Tensor:
@@ -138,19 +163,23 @@ def _terms(model: nn.Module, batch: Inputs, side: SideOutputs) -> dict[str, list
             would depend on the number of microbatches and ranks. Or microbatches have different numbers of tokens.
     """
     reserved = (CROSS_ENTROPY, EXPERTS, AHEAD)
-    if not isinstance(side.losses, dict) or any(name in reserved for name in side.losses):
-        raise UserError(
-            f"{type(model).__name__}: SideOutputs.losses must be a dict of terms by name, each the name of a metric; "
-            f"{', '.join(reserved)} are the names of the loss's other terms; see docs/extend/family.md"
-        )
-    wanted = tuple(batch.tokens_BL.shape)
+    wanted, at = tuple(batch.tokens_BL.shape), f"{type(model).__name__}: SideOutputs.losses"
     for name, term in side.losses.items():
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise UserError(
+                f"{at}: {name!r:.100} can't be a metric's name: use 1 to 100 ASCII letters, digits, _, - and ."
+            )
+        if name in reserved:
+            raise UserError(f"{at}: {name} is a term that the loss itself may have; give yours another name; {_PAGE}")
+        if not isinstance(term, Tensor) or not term.is_floating_point():
+            kind = str(term.dtype) if isinstance(term, Tensor) else type(term).__name__
+            raise UserError(f"{at}: {name} is {kind}: must be a floating-point tensor {wanted}; {_PAGE}")
         if tuple(term.shape) != wanted:
             raise UserError(
-                f"{type(model).__name__}: {name} in SideOutputs.losses has the shape {tuple(term.shape)}; each must "
-                f"have a number for each token, {wanted}. Leave out its sum or mean over tokens and rows: the step "
-                "adds the mean over all tokens of its microbatches and ranks. A number for each row is expanded over "
-                "the row's tokens, x_B[:, None].expand_as(tokens_BL); see docs/extend/family.md"
+                f"{at}: {name} has the shape {tuple(term.shape)}; each must have a number for each token, {wanted}. "
+                "Leave out its sum or mean over tokens and rows: the step adds the mean over all tokens of its "
+                "microbatches and ranks. A number for each row is expanded over the row's tokens, "
+                f"x_B[:, None].expand_as(tokens_BL); {_PAGE}"
             )
     if side.losses and model.parts_differ:
         raise UserError(
@@ -158,8 +187,20 @@ def _terms(model: nn.Module, batch: Inputs, side: SideOutputs) -> dict[str, list
             " a microbatch can't compute its mean over all tokens of a step, as others have rows of other lengths;"
             " set it to false"
         )
-    terms = {name: [term.mean() / model.num_parts] for name, term in side.losses.items()}  # type: ignore[operator]
+    terms = {name: [_plain(term, f"{at}: {name}").mean() / model.num_parts] for name, term in side.losses.items()}  # type: ignore[operator]
     return terms | ({EXPERTS: list(side.experts)} if side.experts else {})
+
+
+def _plain(term: Tensor, at: str) -> Tensor:
+    """Return a term as a plain tensor: of logits or parameters that tensor parallelism shards, it is a DTensor."""
+    if not isinstance(term, DTensor):
+        return term
+    if (names := term.device_mesh.mesh_dim_names) != ("tp",):
+        raise UserError(
+            f"{at} is a DTensor over {names}, of a parameter that eager mode shards at rest: its gradient would be a "
+            "rank's part; compute the term in the forward of the parameter's block, or set compile.mode = 'graph'"
+        )
+    return term.redistribute(placements=[Replicate()] * term.device_mesh.ndim).to_local()
 
 
 def next_labels(labels_BL: Tensor) -> Tensor:
@@ -323,7 +364,7 @@ def make_stage_step(
         y, side = _run_stage(model, stage, batch, masks, x, head)
         terms = {CROSS_ENTROPY: [head(y)]} if stage.last else {}
         terms |= _terms(model, batch, side)
-        return y, _sum(terms) if terms else None, side.state | _named(terms)
+        return y, _sum(terms) if terms else None, {**side.state, **_named(terms)}
 
     def stage_step(
         forward: Callable[..., Any], batch: Inputs, masks: Any, num_tokens: Tensor, x: Tensor | None, dy: Tensor | None
@@ -345,7 +386,7 @@ def make_stage_step(
 
 def _run_stage(model: nn.Module, stage: StageModules, batch: Inputs, masks: Any, x: Tensor | None, head: _Head) -> Any:
     given, of_last = batch.tokens_BL if x is None else x, head.given if stage.last else {}
-    return model(given, batch.positions_BL, masks, side_outputs=True, only=stage.names, **of_last)
+    return _checked(model, model(given, batch.positions_BL, masks, side_outputs=True, only=stage.names, **of_last))
 
 
 def trace_stage_step(

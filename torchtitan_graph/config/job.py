@@ -274,8 +274,8 @@ class Training:
     )
     loss_chunks: int = option(
         1,
-        "Parts of a microbatch's rows that go through the output layer and the loss one after another, so that only a"
-        " part's logits exist at once.",
+        "Number of parts of a microbatch's tokens that go through the output layer and the loss one after another, so"
+        " that only a part's logits exist at once. The last part may be smaller; no part is empty.",
         minimum=1,
     )
     max_norm: float = option(1.0, "Clip gradients to this norm over all parameters; 0: don't clip.", minimum=0)

@@ -1,6 +1,7 @@
 """Loading of the command line and the TOML file into one checked JobConfig, or one error that lists every problem."""
 
 import argparse
+import itertools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,8 +24,8 @@ DRY = ("--comm.mode", "fake_backend", "--debug.no-verify_passes")
 def load(argv: Sequence[str]) -> JobConfig:
     """Return the configuration of a run: command line over TOML file over defaults.
 
-    `argv` holds the arguments after the program's name. `--help`, also `--help TABLE`, prints the options and exits,
-    `--version` the version.
+    `argv` holds the arguments after the program's name. `--help`, also `--help TABLE ...`, prints the options and
+    exits, `--version` the version.
 
     Raises:
         UserError: anything is wrong; the message lists all of it, a line each: where, which option, what is legal.
@@ -34,8 +35,8 @@ def load(argv: Sequence[str]) -> JobConfig:
         raise UserError(f"load: argv = {brief(argv)}: must be the words of a command line, as in load({words})")
     for index, word in enumerate(argv):
         if word in ("--help", "-h"):
-            table = next((name for name in argv[index + 1 : index + 2] if not name.startswith("-")), None)
-            print(option_help(table))
+            tables = list(itertools.takewhile(lambda name: not name.startswith("-"), argv[index + 1 :]))
+            print("\n\n".join(map(option_help, tables)) if tables else option_help(None))
             raise SystemExit(0)
         if word == "--version":
             print(f"torchtitan_graph {torchtitan_graph.__version__}")

@@ -22,7 +22,7 @@ defaults.
     --table.lists 'a,b;c'        a list of lists, or as in TOML: '[["a", "b"], ["c"]]'
     --table.tables TABLES        a table, or an array of tables, as in TOML: '[{key = value}, {key = value}]'
     --help                       shows the common options and the tables
-    --help TABLE                 explains the options of a table, as --help training; --help TABLE.KEY one option
+    --help TABLE                 explains the options of one table or several, as --help training; --help TABLE.KEY one
     --version                    prints the version
 
 An empty value unsets an option that may be unset."""

@@ -98,6 +98,8 @@ class Option:
             raise UserError(f"must be {self.legal()}{hint}")
         if self.any_case:
             value = next((choice for choice in self.choices if choice.lower() == value.lower()), value)
+        if value == "" and self.default:
+            raise UserError("must not be empty")
         if not self._is_legal(value):
             raise UserError(f"must be {self.legal()}{did_you_mean(value, self.choices) if self.choices else ''}")
         return value
@@ -230,6 +232,15 @@ def show(value: Any) -> str:
 
 def brief(value: Any) -> str:
     """Return a value for an error message, cut where it is long."""
+    if isinstance(value, list):  # rows of a table: what is set in them
+        value = [
+            {name.rstrip("_"): x for name, x in vars(row).items() if x is not None}
+            if dataclasses.is_dataclass(row)
+            else row
+            for row in value
+        ]
+    if isinstance(value, bool):
+        return str(value).lower()
     try:
         text = repr(value)
     except ValueError:  # Python prints no integer of thousands of digits

@@ -1,8 +1,10 @@
 """Import of the user's own classes and functions, which options give by dotted names."""
 
 import importlib
+import sys
 from typing import Any
 
+from torchtitan_graph.config.option import did_you_mean
 from torchtitan_graph.errors import UserError
 
 
@@ -22,4 +24,5 @@ def find_own(option: str, dotted_name: str) -> Any:
             f"{option} = {dotted_name!r}: {module} can't be imported: {error}; is it on PYTHONPATH?"
         ) from error
     except AttributeError as error:
-        raise UserError(f"{option} = {dotted_name!r}: {module} has no {name}") from error
+        hint = did_you_mean(name, vars(sys.modules[module]))
+        raise UserError(f"{option} = {dotted_name!r}: {module} has no {name}{hint}") from error

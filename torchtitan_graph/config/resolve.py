@@ -17,6 +17,7 @@ from torchtitan_graph.config.support import (
     NAMES_ELSEWHERE,
     OLD_FLAVORS,
     REFUSED,
+    REMOVED_PASSES,
     RENAMED,
     UNSUPPORTED,
     UNSUPPORTED_VALUES,
@@ -157,6 +158,10 @@ def _unknown(key: str) -> str:
 def _resolve_aliases(effective: dict[str, Setting], result: Resolution) -> None:
     """Replace values that had another meaning, or another name, in earlier releases."""
     config = result.config
+    if removed := [name for name in config.compile.disable_passes if name in REMOVED_PASSES]:
+        config.compile.disable_passes = [name for name in config.compile.disable_passes if name not in removed]
+        why = f"{', '.join(removed)} is ignored, for the loss's operator saves this memory itself"
+        result.findings.append(Finding(IGNORED, effective["compile.disable_passes"], why))
     for key in ("training.dataset", "validation.dataset"):
         if get(config, key) == "c4_test":
             put(config, key, "stdlib")

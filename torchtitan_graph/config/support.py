@@ -10,7 +10,7 @@ REFUSED, IGNORED, CHANGED = "refused", "ignored", "changed"
 
 
 class Unsupported(NamedTuple):
-    """The verdict on a key that is not an option, the reason or advice, and the values that ask for nothing: its
+    """The verdict on a key that is not an option, the reason or advice, and the values that have no effect: its
     defaults."""
 
     verdict: str
@@ -213,6 +213,8 @@ _LINEAR_FLOAT8 = (
     "emulate",
 )
 _LINEAR_MX = ("recipe_name", "mxfp8_dim1_cast_kernel_choice", "use_fp8_dim1_cast_triton_kernel", "filter_fqns")
+
+REMOVED_PASSES = ("reuse_logits", "reuse_sharded_logits")  # in compile.disable_passes of earlier releases
 
 # Names that keys had in earlier releases; the values kept their meaning.
 RENAMED = {

@@ -207,8 +207,9 @@ def _open_folder(root: Path, column: str, skip_not_utf8: bool) -> Source:
     sources: list[Source] = [TextFiles(root, texts, skip_not_utf8)] if texts else []
     sources += [_open_path(file, column, skip_not_utf8) for file in tables]
     if not sources:
+        none = f"none of the {len(files)} files in it can be read as documents" if files else "the folder is empty"
         raise UserError(
-            f"{root}: none of the {len(files)} files in this folder can be read as documents. Known are"
+            f"{root}: {none}. Known are"
             f" {', '.join((*JSON_SUFFIXES, '.parquet'))}, and as text {' '.join(sorted(TEXT_SUFFIXES))}."
         )
     if left_out := Counter(file.suffix for file in set(files).difference(texts, tables)):

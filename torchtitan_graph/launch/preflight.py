@@ -81,7 +81,8 @@ def main() -> int:
         except OSError as error:
             logger.warning(f"that node {node} is bad is not written to {folder}: {error}")
     if not problems:
-        logger.info(f"preflight: all {len({r['node'] for r in reports.values()})} nodes are well")
+        number = len({r["node"] for r in reports.values()})
+        logger.info(f"preflight: {'the node is' if number == 1 else f'all {number} nodes are'} well")
     return BAD_NODE if problems else 0
 
 

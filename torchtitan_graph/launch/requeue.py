@@ -141,9 +141,12 @@ def _limit(attempts: list[Attempt], ends_at: list[int], why: str) -> Decision:
 def main() -> int:
     """Return 0 if the attempt should begin, or the job's work is done or continues in another attempt; else 1 or 2."""
     when, *options = sys.argv[1:] or [""]
-    if when not in ("begin", "end", "stopped") or not {"SLURM_JOB_ID", "SLURM_JOB_NODELIST"} <= os.environ.keys():
+    missing = [f"{name} is not set" for name in ("SLURM_JOB_ID", "SLURM_JOB_NODELIST") if name not in os.environ]
+    if when not in ("begin", "end", "stopped"):
+        missing.insert(0, f"{when!r} is not begin, end or stopped")
+    if missing:
         usage = "python -m torchtitan_graph.launch.requeue begin|end|stopped [--table.key value ...]"
-        print(f"usage, in a SLURM job: {usage}", file=sys.stderr)
+        print(f"requeue: {'; '.join(missing)}. In a SLURM job: {usage}", file=sys.stderr)
         return CONFIGURATION
     job_id, restart = os.environ["SLURM_JOB_ID"], int(os.environ.get("SLURM_RESTART_COUNT") or 0)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # sent by SLURM to a job that is ending: there is work left to do

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import importlib
 import inspect
 from collections.abc import Mapping
@@ -12,6 +11,7 @@ from typing import Any
 
 import torch
 
+from torchtitan_graph.config.option import did_you_mean
 from torchtitan_graph.config.resolve import family_names
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.models.layers.decoder import Decoder
@@ -34,16 +34,13 @@ def load_family(name: str) -> ModuleType:
     """
     path = name if "." in name else f"torchtitan_graph.models.{name}"
     if "." not in name and name not in family_names():
-        near = difflib.get_close_matches(name, family_names(), n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise UserError(
-            f"model.name = {name!r}: legal are {', '.join(family_names())}, or the dotted name of your own module{hint}"
-        )
+        legal = f"legal are {', '.join(family_names())}, or the dotted name of your own module"
+        raise UserError(f"model.name = {name!r}: {legal}{did_you_mean(name, family_names())}")
     try:
         family = importlib.import_module(path)
     except ModuleNotFoundError as error:
         if error.name is None or not path.startswith(error.name):
-            raise  # the module exists; one that it imports does not
+            raise UserError(f"model.name = {name!r}: {path} can't be imported: {error}") from error
         missing = f"there is no module {error.name!r} to import; is it on PYTHONPATH?"
         raise UserError(f"model.name = {name!r}: {missing}") from None
     lacking = [attribute for attribute in CONTRACT if not hasattr(family, attribute)]
@@ -125,8 +122,7 @@ def flavor_config(family: ModuleType, name: str, flavor: str, tokenizer_vocab_si
         UserError: as `build_model`.
     """
     if flavor not in family.FLAVORS:
-        near = difflib.get_close_matches(flavor, family.FLAVORS, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = did_you_mean(flavor, family.FLAVORS)
         raise UserError(f"model.flavor = {flavor!r}: legal for {name} are {', '.join(family.FLAVORS)}{hint}")
     config = family.FLAVORS[flavor]
     if flavor.startswith("debugmodel"):

@@ -38,6 +38,14 @@ def _convolution_backward(dy: Tensor, x: Tensor, weight: Tensor, *rest: Any, **_
     return 2 * math.prod((x if is_transposed else dy).shape) * math.prod(weight.shape[1:]) * sum(wanted[:2])
 
 
+def _matrix_times_vector(*args: Any, **_: object) -> int:
+    """Return the FLOPs of mv(a, x), dot(x, y), addmv(y, a, x) or addbmm(y, a, b), of which torch has no formula."""
+    *_, a, b = args
+    return 2 * math.prod(a.shape) * (b.shape[-1] if b.dim() == 3 else 1)
+
+
+for product in (aten.mv.default, aten.dot.default, aten.addmv.default, aten.addbmm.default):
+    declare(product, flops=_matrix_times_vector)
 for product in (aten.mm.default, aten.addmm.default, aten.bmm.default):
     declare(product, recompute="alternate")
 declare(aten._grouped_mm.default, flops=_grouped_product, examples=equal_groups)

@@ -119,7 +119,11 @@ def declare(target: OpOverload | OpOverloadPacket | HigherOrderOperator, **facts
     """Declare facts about an operator, or all its overloads: fields of `Operator`. Others stay as torch says."""
     names = target.overloads() if isinstance(target, OpOverloadPacket) else ()
     for each in [getattr(target, name) for name in names] or [target]:
-        _DECLARED[each] = replace(operator_of(each), **facts)
+        made = _DECLARED[each] = replace(operator_of(each), **facts)
+        if made.recompute not in ("any", "alternate", "costly", "never"):
+            raise ValueError(f"{each}: recompute = {made.recompute!r}: must be any, alternate, costly or never")
+        if made.elementwise and facts.get("flops") is not None:
+            raise ValueError(f"{each}: flops: those of elementwise operators are not counted; leave it out")
 
 
 def operator(
@@ -138,6 +142,9 @@ def operator(
         setup, backward: its gradient, as `torch.library.register_autograd` takes it.
         facts: fields of `Operator`.
     """
+
+    if setup is not None and backward is None:
+        raise ValueError("operator: setup needs backward, which reads what it saves")
 
     def made(function: Callable[..., Any]) -> OpOverload:
         name = function.__name__

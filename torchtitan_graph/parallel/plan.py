@@ -79,6 +79,8 @@ def expert_roles(plan: Plan) -> dict[str, str]:
 def table_style(role: str, loss_parallel: bool) -> ParallelStyle:
     """Return torch's parallel style for a table of the vocabulary: the embedding, or the output."""
     sequence = Shard(SEQUENCE_DIM)
+    if role not in ("embedding", "vocabulary"):
+        raise ValueError(f"the role {role!r} of a module on {TP}: must be partial, apart, embedding or vocabulary")
     if role == "embedding":
         return RowwiseParallel(input_layouts=Replicate(), output_layouts=sequence)
     if loss_parallel:

@@ -45,11 +45,10 @@ class Recompute:
     @classmethod
     def from_option(cls, mode: str, selective: str) -> Recompute:
         """Return the recomputation of `activation_checkpoint.mode` and `.selective_ac_option`."""
-        if mode == "full":
-            return cls(every=1)
-        if mode == "selective":
-            return cls(by_op=True) if selective == "op" else cls(every=int(selective))
-        return cls()
+        options = {"mode": mode} | ({"selective_ac_option": selective} if mode == "selective" else {})
+        if mode == "selective" and selective.isdigit():
+            return cls(every=int(selective))
+        return next((policy.recompute for policy in fixed_policies() if policy.options == options), cls())
 
     def whole_block(self, index: int) -> bool:
         """Return whether block `index` (from 0) is recomputed whole: with every = 2, the second, the fourth, ..."""

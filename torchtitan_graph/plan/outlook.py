@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--expert_load",
         type=Path,
         metavar="FILE",
-        help="loads of the experts, for the cost of imbalance: JSON, one list or one by layer, or a run's metrics.jsonl",
+        help="loads of the experts, for the cost of imbalance: JSON, a list or one by layer, or a run's metrics.jsonl",
     )
 
 

@@ -116,7 +116,8 @@ class RunFolder:
             self.status.write(state, reason)
         except OSError as error:
             logger.warning(f"that this run is {state} is not written to {self.path}: {error}")
-        (logger.warning if state == FAILED else logger.info)(self.status.goodput())
+        if self.status.has_steps:
+            (logger.warning if state == FAILED else logger.info)(self.status.goodput())
         self.status = None
         with suppress(OSError):  # traces of a hung step are in it, or it is not there
             (self.path / TRACES).rmdir()

@@ -130,6 +130,11 @@ class Status:
             return None
         return (self._content["total_steps"] - self._content["step"]) * (time.time() - self._first_at) / done
 
+    @property
+    def has_steps(self) -> bool:
+        """Whether this process has finished a step."""
+        return bool(self._content["step"] > self._first_step)
+
     def goodput(self) -> str:
         """Return a line with the shares of the run's time by category."""
         total = sum(self._seconds.values()) or 1.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import itertools
 import re
@@ -18,12 +17,9 @@ from torchtitan_graph.config.option import did_you_mean
 from torchtitan_graph.config.own import find_own
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.blocks import block_of
-from torchtitan_graph.log import logger
 from torchtitan_graph.models.layers.feed_forward import SwiGLU
 from torchtitan_graph.models.layers.rope import Rotation
 from torchtitan_graph.passes.compile_regions import FLEX, WHOLE, Regions, region_of
-
-_REMOVED = ("reuse_logits", "reuse_sharded_logits")  # passes that older files may name
 
 
 def check_disabled(names: Sequence[str]) -> None:
@@ -40,11 +36,8 @@ def check_disabled(names: Sequence[str]) -> None:
                 f"compile.disable_passes = {name!r}: this pass can't be left out, the others and the layout of the "
                 f"parameters rest on it; legal are {', '.join(optional)}"
             )
-        if name in _REMOVED:
-            logger.info(f"compile.disable_passes = {name!r}: ignored, the loss's operator saves this memory itself")
-        elif name not in known:
-            near = difflib.get_close_matches(name, optional, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+        if name not in known:
+            hint = did_you_mean(name, optional)
             raise UserError(f"compile.disable_passes = {name!r}: legal are {', '.join(optional)}{hint}")
 
 

@@ -33,7 +33,7 @@ from torchtitan_graph.log import logger
 from torchtitan_graph.parallel.layout import PP, TP, Layout, ParallelDims
 from torchtitan_graph.parallel.storage import Storage
 from torchtitan_graph.passes.tag_budget import Curve, Point
-from torchtitan_graph.patience import is_transient
+from torchtitan_graph.patience import is_transient, why_unwritable
 from torchtitan_graph.small_files import gunzip, parse_json, read_json, read_small
 
 # Ranks with equal places on these axes have equal graphs: tests/numerics/test_precompiled.py traces all of them. A
@@ -121,7 +121,9 @@ class Writer:
             (folder / INDEX).unlink(missing_ok=True)
             (folder / f"{INDEX}.part").touch()
         except OSError as error:
-            raise UserError(f"{begin}: can't be written ({error}); name another folder") from error
+            raise UserError(
+                f"{begin}: can't be written: {why_unwritable(folder, error)}; name another folder"
+            ) from error
 
     def add(self, place: tuple[int, ...], steps: bytes) -> None:
         digest = hashlib.sha256(steps).hexdigest()

@@ -13,9 +13,10 @@ class Model(llama3.Model):
     def forward(self, tokens_BL: Tensor, *args: Any, side_outputs: bool = False, only: Any = None, **more: Any) -> Any:
         if not side_outputs:
             return super().forward(tokens_BL, *args, only=only, **more)
-        logits_BLV, beside = super().forward(tokens_BL, *args, side_outputs=True, only=only, **more)
+        logits_BLV, side = super().forward(tokens_BL, *args, side_outputs=True, only=only, **more)
         if only is None or "output" in only:
             each_BL = logits_BLV.logsumexp(-1).square()
             of_row_BL = logits_BLV[..., 0].tanh().mean(1, keepdim=True).square().expand_as(each_BL)
-            beside.losses.update(large_logits=0.1 * each_BL, kind_of_row=0.3 * of_row_BL)
-        return logits_BLV, beside
+            gain_BL = self.norm.weight.square().mean().expand(each_BL.shape)
+            side.losses.update(large_logits=0.1 * each_BL, kind_of_row=0.3 * of_row_BL, gain=0.2 * gain_BL)
+        return logits_BLV, side

@@ -209,7 +209,7 @@ def test_a_node_takes_the_mean_of_its_runs_in_its_graph(tmp_path: Path) -> None:
 
 def test_what_is_no_trace_is_refused(tmp_path: Path) -> None:
     trace = gpu_trace(tmp_path, node("mm", 10.0, 8.0))
-    with pytest.raises(UserError, match="no event says of which node it is.* compile.cuda_graphs = false"):
+    with pytest.raises(UserError, match="no event names its node.* compile.cuda_graphs = false"):
         measured(gpu_trace(tmp_path, kernel(10.0, 8.0, 1)))
     whole = trace.read_bytes()
     torn = whole[:20] + b"\xff" * 20 + whole[40:]

@@ -206,8 +206,35 @@ def test_a_term_that_is_no_number_for_each_token_is_refused(wrong: Callable[[Ten
             return logits_BLV, beside._replace(losses={"z": wrong(logits_BLV.logsumexp(-1).square())})
 
     for build in (make_eager_step, lambda *x: lambda *y: trace_train_step(*x, *y, device="cpu")):
-        with pytest.raises(UserError, match=r"Own: z .* each must have a number for each token, \(2, 4\)"):
+        with pytest.raises(
+            UserError, match=r"Own: SideOutputs.losses: z has .* each must have a number for each token, \(2, 4\)"
+        ):
             build(Own(), cross_entropy)(*inputs(0))
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (lambda x, z: x, "must return the pair .*, not Tensor"),
+        (lambda x, z: (x, {"z": z}), r"must return the pair .*, not \(Tensor, dict\)"),
+        (lambda x, z: (x, SideOutputs([z])), r"must return the pair .*, not \(Tensor, SideOutputs\(list, "),
+        (lambda x, z: (x, SideOutputs({"z": z}, None)), "SideOutputs.dict, NoneType"),
+        (lambda x, z: (x, SideOutputs({1: z})), "losses: 1 can't be a metric's name"),
+        (lambda x, z: (x, SideOutputs({"a/b": z})), "losses: 'a/b' can't be a metric's name"),
+        (lambda x, z: (x, SideOutputs({"": z})), "losses: '' can't be a metric's name"),
+        (lambda x, z: (x, SideOutputs({"ahead": z})), "losses: ahead is a term that the loss itself may have"),
+        (lambda x, z: (x, SideOutputs({"z": 0.1})), r"losses: z is float: must be a floating-point tensor \(2, 4\)"),
+        (lambda x, z: (x, SideOutputs({"z": z.long()})), "losses: z is torch.int64: must be a floating-point tensor"),
+    ],
+)
+def test_side_outputs_of_other_kinds_are_refused(returned: Callable[[Tensor, Tensor], Any], message: str) -> None:
+    class Own(Tiny):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            logits_BLV, _ = super().forward(*args, **kwargs)
+            return returned(logits_BLV, logits_BLV.logsumexp(-1))
+
+    with pytest.raises(UserError, match=message):
+        make_eager_step(Own(), cross_entropy)(*inputs(0))
 
 
 def test_a_term_with_rows_of_several_lengths_is_refused() -> None:

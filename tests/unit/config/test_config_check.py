@@ -162,9 +162,9 @@ def test_all_problems_are_reported_together() -> None:
     ("arguments", "words"),
     [
         ("--optimizer.name torch.optim.RAdam", "optimizer.name = 'torch.optim.RAdam': not with compile.optimizer_in"),
-        ("--optimizer.implementation foreach --compile.cuda_graphs", "cuda_graphs = True: not with compile.optimizer"),
+        ("--optimizer.implementation foreach --compile.cuda_graphs", "cuda_graphs = true: not with compile.optimizer"),
         ("--metrics.histogram_freq 2 --metrics.enable_tensorboard", "metrics.histogram_freq = 2"),
-        ("--training.enable_cpu_offload", "enable_cpu_offload = True: not with compile.optimizer_in_graph: the update"),
+        ("--training.enable_cpu_offload", "enable_cpu_offload = true: not with compile.optimizer_in_graph: the update"),
     ],
 )
 def test_what_an_optimizer_in_the_graph_does_not_go_with_is_named(arguments: str, words: str) -> None:
@@ -179,16 +179,16 @@ def test_what_an_optimizer_in_the_graph_does_not_go_with_is_named(arguments: str
         ("--training.seq_len 16", "have a multiple of 16 tokens, and up to 32 or more"),
         ("--parallelism.pipeline_parallel_degree 2", "pipeline_parallel_degree = 2: not with training.dynamic_seq_len"),
         ("--compile.precompiled graphs", "compile.precompiled = 'graphs': not with training.dynamic_seq_len"),
-        ("--compile.cuda_graphs", "compile.cuda_graphs = True: not with training.dynamic_seq_len: a recording"),
+        ("--compile.cuda_graphs", "compile.cuda_graphs = true: not with training.dynamic_seq_len: a recording"),
         ("--compile.codegen blocks", "compile.codegen = 'blocks': not with training.dynamic_seq_len"),
-        ("--compile.dedupe_layers", "compile.dedupe_layers = True: not with training.dynamic_seq_len"),
+        ("--compile.dedupe_layers", "compile.dedupe_layers = true: not with training.dynamic_seq_len"),
         (
             "--compile.mode eager --parallelism.tensor_parallel_degree 32",
             "tensor_parallel_degree = 32: with training.dynamic_seq_len rows have a multiple of 16 tokens",
         ),
         (
             "--parallelism.tensor_parallel_degree 2 --parallelism.enable_async_tensor_parallel",
-            "enable_async_tensor_parallel = True: not with training.dynamic_seq_len: products are cut",
+            "enable_async_tensor_parallel = true: not with training.dynamic_seq_len: products are cut",
         ),
         ("--parallelism.context_parallel_degree 2", "context_parallel_degree = 2: not with training.dynamic_seq_len"),
     ],
@@ -214,7 +214,7 @@ def test_what_async_tensor_parallelism_does_not_go_with_is_named(arguments: str,
     [
         ("--parallelism.pipeline_parallel_degree 2", "pipeline_parallel_degree = 2: not with compile.cuda_graphs"),
         ("--activation_checkpoint.offload layers.*", "offload = ['layers.*']: not with compile.cuda_graphs"),
-        ("--training.enable_cpu_offload", "training.enable_cpu_offload = True: not with compile.cuda_graphs"),
+        ("--training.enable_cpu_offload", "training.enable_cpu_offload = true: not with compile.cuda_graphs"),
     ],
 )
 def test_what_cuda_graphs_do_not_go_with_is_named(arguments: str, words: str) -> None:
@@ -252,7 +252,7 @@ def test_what_is_compiled_is_said_once() -> None:
         assert "codegen = whole compiles all" in problems(f"--compile.codegen whole {part}", 1)[0]
     for other in ("--compile.codegen blocks", "--compile.fusions rope"):
         (problem,) = problems(f"--compile.dedupe_layers {other}", 1)
-        assert "compile.dedupe_layers = True: blocks are calls already" in problem
+        assert "compile.dedupe_layers = true: blocks are calls already" in problem
     fused = "--model.elementwise fused --compile.fusions"  # a run's config.toml says the first where auto took it
     assert check(load(f"{fused} rope".split()), 1) == check(load(f"{fused} swiglu".split()), 1) == []
     assert "so none is left" in problems(f"{fused} rope,swiglu", 1)[0]
@@ -297,7 +297,7 @@ def test_what_needs_a_graph_is_refused_in_eager_mode(words: str) -> None:
         ("--comm.fake_rank 1", "only a dry run"),
         (
             "--activation_checkpoint.visualize_memory_budget_pareto",
-            "True: nothing is budgeted while activation",
+            "true: nothing is budgeted while activation",
         ),
         ("--activation_checkpoint.memory_budget_gib 4", "memory_budget_gib = 4.0: nothing is budgeted while"),
         ("--comm.fake_device A100", "only a dry run"),

@@ -100,7 +100,7 @@ def test_old_and_new_name_together_are_refused(tmp_path: Path) -> None:
     [
         ("steps = '5'", "training.steps = '5': must be a whole number of at least 1"),
         ("steps = 5.0", "training.steps = 5.0: must be a whole number of at least 1"),
-        ("steps = true", "training.steps = True: must be a whole number of at least 1"),
+        ("steps = true", "training.steps = true: must be a whole number of at least 1"),
         ("steps = 0", "training.steps = 0: must be a whole number of at least 1"),
         ("max_norm = inf", "training.max_norm = inf: must be a number of at least 0"),
         ("max_norm = nan", "training.max_norm = nan: must be a number of at least 0"),

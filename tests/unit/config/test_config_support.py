@@ -10,6 +10,7 @@ from torchtitan_graph.config import JobConfig, dump_toml, load
 from torchtitan_graph.config.dump import dump_changes
 from torchtitan_graph.config.job import OPTIONS
 from torchtitan_graph.config.manual import option_help, tables
+from torchtitan_graph.config.option import brief
 from torchtitan_graph.config.support import REFUSED, RENAMED, UNSUPPORTED, UNSUPPORTED_VALUES
 from torchtitan_graph.errors import UserError
 
@@ -52,7 +53,7 @@ def test_a_name_is_refused_or_noticed_as_the_table_says_unless_its_value_is_harm
     value = other(name.harmless[0] if name.harmless else "")
     said = name.instead if name.verdict == REFUSED else f"{name.verdict}: {name.instead}"
     file = write(tmp_path, key, value)
-    assert findings(["--job.config_file", file]) == [f"{file}: {key} = {value!r}: {said}"]
+    assert findings(["--job.config_file", file]) == [f"{file}: {key} = {brief(value)}: {said}"]
     assert findings([f"--{key}={text(value)}"]) == [f"command line: {key} = {text(value)!r}: {said}"]
     if value is True:
         assert findings([f"--{key}"]) == [f"command line: {key} = 'true': {said}"]

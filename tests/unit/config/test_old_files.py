@@ -17,7 +17,7 @@ def load_old(name: str) -> JobConfig:
 def test_every_default_of_the_old_schema_is_ours_and_harmless() -> None:
     config = load_old("every_default.toml")
     assert [notice.partition(": ")[2] for notice in config.notices] == [
-        "training.dataloader.pin_memory = False: ignored: batches are always in page-locked memory on a GPU",
+        "training.dataloader.pin_memory = false: ignored: batches are always in page-locked memory on a GPU",
         "training.dataset = 'c4_test': changed: is now stdlib, the running Python's own sources,"
         " since nothing is downloaded",
     ]

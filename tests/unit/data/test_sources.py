@@ -401,7 +401,7 @@ def test_another_text_column(tmp_path):
         ("c4", "a\0b", "validation", "validation.dataset_path = .*: is not a place: "),
         ("stdlb", None, "train", "training.dataset = 'stdlb' is not a corpus; did you mean 'stdlib'"),
         ("c4_validation", None, "train", "are for validation. Train on 'c4'"),
-        ("", "EMPTY", "train", "none of the 0 files in this folder"),
+        ("", "EMPTY", "train", "the folder is empty"),
     ],
 )
 def test_a_corpus_that_is_not_there(tmp_path, dataset, path, split, message):

@@ -24,7 +24,7 @@ def test_the_debug_models_vocabulary_is_the_tokenizers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "hint"), [("lama3", "did you mean 'llama3'?"), ("spec", "legal are"), ("layers", "legal are")]
+    ("name", "hint"), [("lama3", "did you mean llama3?"), ("spec", "legal are"), ("layers", "legal are")]
 )
 def test_an_unknown_family_is_refused_naming_the_nearest(name: str, hint: str) -> None:
     with pytest.raises(UserError, match=rf"^model.name = '{name}': legal are .*llama3") as error:
@@ -32,7 +32,7 @@ def test_an_unknown_family_is_refused_naming_the_nearest(name: str, hint: str) -
     assert hint in str(error.value)
 
 
-@pytest.mark.parametrize(("flavor", "hint"), [("7B", "?"), ("debug", "did you mean 'debugmodel'?"), ("405b", "'405B'")])
+@pytest.mark.parametrize(("flavor", "hint"), [("7B", "?"), ("405b", "did you mean 405B?")])
 def test_an_unknown_flavour_is_refused_naming_the_nearest(flavor: str, hint: str) -> None:
     with pytest.raises(UserError, match=rf"^model.flavor = '{flavor}': legal for llama3 are debugmodel, 1B") as error:
         build_model("llama3", flavor, "sdpa", 100)

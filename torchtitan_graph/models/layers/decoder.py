@@ -310,19 +310,19 @@ class Decoder(nn.Module):
         rope = self.rope(positions_BL)
         x_BLD = self.tok_embeddings(tokens_BL) if runs("tok_embeddings") else tokens_BL
         masks = {name: as_bias(mask, x_BLD.dtype) for name, mask in masks.items()}
-        side = SideOutputs({}, {})
+        state: dict[str, Tensor] = {}
         experts: list[Tensor] = []
         for name, block in self.blocks.items():
             if not isinstance(block, AheadBlock) and runs(name):
                 result = block(x_BLD, rope=rope, mask=masks[getattr(block, "mask", "causal")])
                 x_BLD, routing = result if isinstance(result, tuple) else (result, None)
-                _note(side, experts, name, routing)
+                _note(state, experts, name, routing)
         x_BLD = self.norm(x_BLD) if runs("norm") else x_BLD
         result = project(x_BLD) if runs("output") else x_BLD
         if not side_outputs:
             return result
-        ahead = self._look_ahead(tokens_BL, x_BLD, rope, masks, side, experts, project)
-        return result, side._replace(ahead=ahead, ahead_weight=self.ahead_weight, experts=experts)
+        ahead = self._look_ahead(tokens_BL, x_BLD, rope, masks, state, experts, project)
+        return result, SideOutputs({}, state, ahead, self.ahead_weight, experts)
 
     def _look_ahead(
         self,
@@ -330,7 +330,7 @@ class Decoder(nn.Module):
         x_BLD: Tensor,
         rope: Any,
         masks: Mapping[str, Mask],
-        side: SideOutputs,
+        state: dict[str, Tensor],
         experts: list[Tensor],
         project: Callable[[Tensor, int], Tensor],
     ) -> list[Tensor]:
@@ -342,14 +342,14 @@ class Decoder(nn.Module):
                 tokens_BL = tokens_BL.roll(-1, dims=1)
                 embedding_BLD = self.tok_embeddings(tokens_BL)
                 x_BLD, normed_BLD, routing = block(x_BLD, embedding_BLD, rope=rope, mask=masks[block.mask])
-                _note(side, experts, name, routing)
+                _note(state, experts, name, routing)
                 ahead.append(project(normed_BLD, len(ahead) + 1))
         return ahead
 
 
-def _note(side: SideOutputs, experts: list[Tensor], name: str, routing: Routing | None) -> None:
-    """Add a block's routing to the side outputs."""
+def _note(state: dict[str, Tensor], experts: list[Tensor], name: str, routing: Routing | None) -> None:
+    """Add a block's routing to the state and the experts' losses."""
     if routing is not None:
-        side.state[f"{name}.moe{LOAD}"] = routing.load_E
+        state[f"{name}.moe{LOAD}"] = routing.load_E
         if routing.loss is not None:
             experts.append(routing.loss)

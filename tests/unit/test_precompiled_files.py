@@ -86,7 +86,7 @@ def test_a_folder_without_graphs_says_what_makes_them(tmp_path: Path) -> None:
 def test_a_place_that_can_t_be_written_is_refused_before_anything_is_traced(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for folder in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(UserError, match="can't be written .* name another folder"):
+        with pytest.raises(UserError, match="can't be written: .* name another"):
             Writer(folder, JOB)
 
 
@@ -101,7 +101,7 @@ def test_a_folder_that_is_someone_elses_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="its index.json is not of graphs, and would be lost; name another folder"):
         written(tmp_path)
     assert (tmp_path / INDEX).read_text() == "{}"
-    with pytest.raises(UserError, match="can't be written .*; name another folder"):
+    with pytest.raises(UserError, match="can't be written: .*; name another folder"):
         written(tmp_path / INDEX)
 
 

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-import torch.distributed as dist
 from torch.fx import GraphModule
 
 from torchtitan_graph.analysis.flops import Flops, count_flops
@@ -27,9 +26,8 @@ from torchtitan_graph.parallel.verify import Numbers
 from torchtitan_graph.steps.assembly import Assembly
 from torchtitan_graph.steps.budget import INPUTS, at_rest, log_budget, meet
 from torchtitan_graph.steps.inputs import SEQ_LEN, example_inputs, numbers_of, shapes_of
-from torchtitan_graph.steps.options import StepOptions
 from torchtitan_graph.steps.precompiled import Rewritten
-from torchtitan_graph.steps.stages import build_stages, make_code, rewrite_stages
+from torchtitan_graph.steps.stages import build_stages, is_shown, make_code, rewrite_stages
 
 
 class Traced(NamedTuple):
@@ -65,12 +63,12 @@ def build_graphs(assembly: Assembly) -> Graphs:
         return Graphs(stages, None, storages, flops)
     if options.precompiled is None:
         traced = trace_steps(assembly)
-        steps, storages = _rewrite(traced, options, makes_code=True), traced.plan.storages
+        steps, storages = _rewrite(traced, assembly, makes_code=True), traced.plan.storages
     else:
         plan = assembly.lay_out()
         arguments = {0: _arguments(assembly)}
         (read,) = options.precompiled.load(arguments, assembly.layout, plan.storages, options.target.device).values()
-        log_budget(read.train.gm, "training step", options.picture if _is_shown() else None)
+        log_budget(read.train.gm, "training step", options.picture if is_shown(assembly.layout) else None)
 
         def ready(step: TracedResult, name: str) -> TracedResult:
             return dataclasses.replace(step, gm=make_code(step.gm, plan, options, name))
@@ -86,15 +84,11 @@ def rewrite_steps(assembly: Assembly) -> tuple[dict[int, Rewritten], Mapping[str
     if assembly.options.pipeline is not None:
         return rewrite_stages(assembly)
     traced = trace_steps(assembly)
-    return {0: _rewrite(traced, assembly.options, makes_code=False)}, traced.plan.storages
+    return {0: _rewrite(traced, assembly, makes_code=False)}, traced.plan.storages
 
 
-def _is_shown() -> bool:
-    return dist.get_rank() == 0 or dist.get_backend() == "fake"
-
-
-def _rewrite(traced: Traced, options: StepOptions, *, makes_code: bool) -> Rewritten:
-    shown = _is_shown()
+def _rewrite(traced: Traced, assembly: Assembly, *, makes_code: bool) -> Rewritten:
+    options, shown = assembly.options, is_shown(assembly.layout)
     watch = Inspection(
         dump_to=options.dump_to if shown else None,
         verify_on=traced.inputs if options.verify else None,

@@ -121,9 +121,8 @@ class Writer:
             (folder / INDEX).unlink(missing_ok=True)
             (folder / f"{INDEX}.part").touch()
         except OSError as error:
-            raise UserError(
-                f"{begin}: can't be written: {why_unwritable(folder, error)}; name another folder"
-            ) from error
+            why = why_unwritable(folder, error) if error.filename == str(folder) else error
+            raise UserError(f"{begin}: can't be written: {why}; name another folder") from error
 
     def add(self, place: tuple[int, ...], steps: bytes) -> None:
         digest = hashlib.sha256(steps).hexdigest()

@@ -141,7 +141,7 @@ def _rewrite(
     flops = count_flops(train.gm, assembly.model.blocks, layout.gathers_rows)
     watch = Inspection(
         f"stage {number}",
-        options.dump_to / f"stage_{number}" if options.dump_to and _is_shown(layout) else None,
+        options.dump_to / f"stage_{number}" if options.dump_to and is_shown(layout) else None,
         numbers_of(example.train, layout) if options.verify else None,
         plan.costs,
         options.dump_only,
@@ -155,7 +155,8 @@ def _rewrite(
     return Rewritten(done, evaluate, flops)
 
 
-def _is_shown(layout: Layout) -> bool:
+def is_shown(layout: Layout) -> bool:
+    """Return whether this rank logs and draws what all ranks of its stage have: the first one, or any in a dry run."""
     return not any(layout.mesh.get_coordinate() or ()) or dist.get_backend() == "fake"
 
 
@@ -163,7 +164,7 @@ def _log_budget(number: int, step: TracedResult, assembly: Assembly) -> None:
     """Log and draw a stage's trade-off of memory for work."""
     picture = assembly.options.picture
     picture = picture and picture.with_stem(f"{picture.stem}_stage_{number}")
-    log_budget(step.gm, f"stage {number}, without summed gradients", picture if _is_shown(assembly.layout) else None)
+    log_budget(step.gm, f"stage {number}, without summed gradients", picture if is_shown(assembly.layout) else None)
 
 
 def _run_passes(

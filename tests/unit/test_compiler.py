@@ -66,6 +66,6 @@ def test_a_dump_that_can_not_be_written_is_told_by_its_option(tmp_path: Path) ->
     (tmp_path / "graphs").touch()
     gm = symbolic_trace(torch.nn.Identity())
     with pytest.raises(
-        UserError, match="debug.dump_graphs = true: .*can't be written: .*graphs is there, and is no folder"
+        UserError, match="debug.dump_graphs = true: .*can't be written: .*graphs is there, and is not a folder"
     ):
         Inspection(dump_to=tmp_path / "graphs").dump(gm, 0, "traced")

@@ -72,6 +72,6 @@ def test_what_is_in_the_way_is_told(tmp_path: Path) -> None:
     (tmp_path / "tb").write_text("")
     (tmp_path / "link").symlink_to("nowhere")
     for name in ("tb", "link"):
-        said = rf"folder can't be written: .*{name} is there, and is no folder: move it"
+        said = rf"folder can't be written: .*{name} is there, and is not a folder: move it"
         with pytest.raises(UserError, match=said), refuse_unwritable("folder", tmp_path / name):
             (tmp_path / name).mkdir(exist_ok=True)

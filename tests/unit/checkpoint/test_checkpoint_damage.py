@@ -279,7 +279,7 @@ def test_a_folder_that_can_not_be_written_to_is_refused_at_the_start(small_disk:
 
 def test_a_file_in_the_place_of_the_folder_is_told(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("")
-    with pytest.raises(UserError, match=r"job.dump_folder: .*run is there, and is no folder: move it"):
+    with pytest.raises(UserError, match=r"job.dump_folder: .*run is there, and is not a folder: move it"):
         load(tmp_path / "run")
 
 

@@ -145,7 +145,7 @@ def test_parts_that_tensor_parallelism_leaves_are_checked(degree: int, filtered:
 @pytest.mark.parametrize(
     ("words", "world_size", "message"),
     [
-        (["--training.enable_cpu_offload"], 1, "line: training.enable_cpu_offload = True: model.conv.* not built with"),
+        (["--training.enable_cpu_offload"], 1, "line: training.enable_cpu_offload = true: model.conv.* not built with"),
         (["--compile.codegen", "blocks"], 1, "compile.codegen = 'blocks': .* not built with"),
         (["--compile.fusions", "swiglu"], 1, "compile.fusions = .'swiglu'.: .* not built with"),
         (["--training.seq_len", "100", "--training.local_batch_size", "1"], 1, "computes 100 tokens at a time"),

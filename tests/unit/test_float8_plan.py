@@ -162,7 +162,7 @@ def test_parts_that_tensor_parallelism_leaves_are_checked(degree: int, filtered:
         (
             ["--model.converters", "mx", "--training.dynamic_seq_len", "--training.local_batch_size", "2"],
             1,
-            "dynamic_seq_len = True: training.local_batch_size = 2 of the shortest rows have 32 tokens, .* 64 or more",
+            "dynamic_seq_len = true: training.local_batch_size = 2 of the shortest rows have 32 tokens, .* 64 or more",
         ),
         (["--quantize.linear.mx.recipe_name", "mxfp4"], 1, "recipe_name = 'mxfp4': MXFP8 is the one format"),
     ],
@@ -237,7 +237,7 @@ def test_what_a_models_own_layers_are_not_built_with_is_refused() -> None:
     own = model()
     own.layers[0].feed_forward = LayerNormMLP(nn.RMSNorm(256), own.layers[0].feed_forward, Recipe())
     assert plan_float8(load([]), own, CPU) is None
-    with pytest.raises(UserError, match="cpu_offload = True: the model's own float8 layer layers.0.feed_forward.w1 is"):
+    with pytest.raises(UserError, match="cpu_offload = true: the model's own float8 layer layers.0.feed_forward.w1 is"):
         plan_float8(load(["--training.enable_cpu_offload"]), own, CPU)
 
 

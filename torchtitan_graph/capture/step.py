@@ -132,6 +132,11 @@ def _checked(model: nn.Module, returned: Any) -> tuple[Tensor, SideOutputs]:
             f"{type(model).__name__}.forward(..., side_outputs=True) must return the pair (logits, SideOutputs(losses, "
             f"state)), its losses and state each a dict of tensors by name, not {_kinds(returned)}; {_PAGE}"
         )
+    if taken := [name for name in returned[1].state if name.startswith(TERM)]:
+        raise UserError(
+            f"{type(model).__name__}: SideOutputs.state: {taken[0]}: names that begin with {TERM} are the loss's"
+            " terms; give it another name"
+        )
     return returned
 
 
@@ -259,12 +264,14 @@ def _slots(model: nn.Module) -> dict[str, Tensor]:
 
 
 def combine(total: Mapping[str, Tensor], more: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Accumulate a microbatch's state, or some of it: counts are added, of slots the larger counts."""
-    added = {
-        name: torch.maximum(total.get(name, torch.zeros_like(x)), x) if name.endswith(SLOT) else total.get(name, 0) + x
-        for name, x in more.items()
-    }
-    return {**total, **added}
+    """Accumulate a microbatch's state, or some of it: counts and terms are added, of slots the larger counts."""
+
+    def added(name: str, x: Tensor) -> Tensor:
+        if name.endswith(SLOT) and not name.startswith(TERM):
+            return torch.maximum(total.get(name, torch.zeros_like(x)), x)
+        return total.get(name, 0) + x
+
+    return {**total, **{name: added(name, x) for name, x in more.items()}}
 
 
 def _as_parameter(gradient: Tensor, parameter: Tensor) -> Tensor:
@@ -375,8 +382,9 @@ def make_stage_step(
         slots = {name: slot for name, slot in _slots(model).items() if slot in own_slots}
         free_gradient_dtype(parameters.values(), sum_in)
         y, value, state = forward(batch, masks, num_tokens, x)
-        # Backward begins here, with these gradients.
-        begins = [(y, dy)] * (not stage.last) + [(value, None)] * (value is not None)
+        # Backward begins here, with these gradients. A stage's terms may depend on none of its tensors.
+        has_loss = value is not None and (stage.last or value.requires_grad)
+        begins = [(y, dy)] * (not stage.last) + [(value, None)] * has_loss
         outputs, given = zip(*begins, strict=True)
         gradients, in_slots, dx = _differentiate(outputs, given, parameters, slots, x)
         return None if stage.last else y, value, dx, gradients, state | in_slots

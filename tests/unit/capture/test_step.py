@@ -172,6 +172,8 @@ def test_evaluation_is_a_graph_of_its_own_without_backward() -> None:
 
 def test_counts_of_microbatches_add_up_and_of_magnitudes_the_larger_counts() -> None:
     first = {"load": torch.tensor([1, 2]), "wq.amax": torch.tensor([3.0, 1.0])}
+    term = {"loss/my.amax": torch.tensor(2.0)}
+    assert combine(combine({}, term), term)["loss/my.amax"] == 4.0, "a term, whatever its name"
     found = combine(combine({}, first), {"wq.amax": torch.tensor([2.0, 4.0])})
     assert {name: x.tolist() for name, x in found.items()} == {"load": [1, 2], "wq.amax": [3.0, 4.0]}
     assert combine(found, first)["load"].tolist() == [2, 4]
@@ -219,6 +221,7 @@ def test_a_term_that_is_no_number_for_each_token_is_refused(wrong: Callable[[Ten
         (lambda x, z: (x, {"z": z}), r"must return the pair .*, not \(Tensor, dict\)"),
         (lambda x, z: (x, SideOutputs([z])), r"must return the pair .*, not \(Tensor, SideOutputs\(list, "),
         (lambda x, z: (x, SideOutputs({"z": z}, None)), "SideOutputs.dict, NoneType"),
+        (lambda x, z: (x, SideOutputs({}, {"loss/z": z})), "SideOutputs.state: loss/z: names that begin with loss/"),
         (lambda x, z: (x, SideOutputs({1: z})), "losses: 1 can't be a metric's name"),
         (lambda x, z: (x, SideOutputs({"a/b": z})), "losses: 'a/b' can't be a metric's name"),
         (lambda x, z: (x, SideOutputs({"": z})), "losses: '' can't be a metric's name"),

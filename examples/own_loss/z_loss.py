@@ -16,7 +16,8 @@ class Model(llama3.Model):
             return super().forward(tokens_BL, *args, only=only, **more)
         logits_BLV, side = super().forward(tokens_BL, *args, side_outputs=True, only=only, **more)
         if only is None or "output" in only:  # in a pipeline the last stage has the logits
-            side.losses["z_loss"] = WEIGHT * log_of_sum(logits_BLV).square()
+            z_loss_BL = WEIGHT * log_of_sum(logits_BLV).square()
+            side = side._replace(losses={**side.losses, "z_loss": z_loss_BL})
         return logits_BLV, side
 
 

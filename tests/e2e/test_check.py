@@ -132,7 +132,7 @@ def test_a_mask_that_lets_documents_see_each_other(write_family) -> None:
     ("arguments", "said"),
     [
         (["my_models.nothing"], "there is no module 'my_models.nothing' to import; is it on PYTHONPATH?"),
-        (["lama3"], "did you mean 'llama3'?"),
+        (["lama3"], "did you mean llama3?"),
         (["my_models.tiny", "--flavor", "debugmodl"], "did you mean debugmodel?"),
     ],
     ids=["module", "family", "flavour"],

@@ -143,7 +143,7 @@ def test_an_export_that_fails_loses_no_checkpoint_and_is_done_again(tmp_path: Pa
 @pytest.mark.parametrize(
     ("options", "parts"),
     [
-        (["--checkpoint.initial_load_in_hf"], ["checkpoint.initial_load_in_hf = True", "no folder to load"]),
+        (["--checkpoint.initial_load_in_hf"], ["checkpoint.initial_load_in_hf = true", "no folder to load"]),
         (
             ["--checkpoint.initial_load_in_hf", "--checkpoint.initial_load_path", "./nowhere"],
             ["checkpoint.initial_load_in_hf = true", "nowhere holds neither model.safetensors"],

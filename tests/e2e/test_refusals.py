@@ -52,9 +52,9 @@ def test_mistake_in_a_file(toml: str, parts: list[str], tmp_path: Path) -> None:
         (f"--model.hf_assets_path {TOO_LONG}", ["model.hf_assets_path = 'xxx"]),
         ("--model.name lama3", ["model.name = 'lama3'", "must be one of", "did you mean llama3?"]),
         ("--model.name my_models.nothing", ["model.name = 'my_models.nothing'", "is it on PYTHONPATH?"]),
-        ("--model.flavor debugmodl", ["model.flavor = 'debugmodl'", "did you mean 'debugmodel'?"]),
+        ("--model.flavor debugmodl", ["model.flavor = 'debugmodl'", "did you mean debugmodel?"]),
         ("--model.hf_assets_path ./nowhere", ["model.hf_assets_path = './nowhere'", "there is no tokenizer.json"]),
-        ("--compile.disable_passes rematerialise", ["compile.disable_passes", "did you mean 'rematerialize'?"]),
+        ("--compile.disable_passes rematerialise", ["compile.disable_passes", "did you mean rematerialize?"]),
         ("--compile.cuda_graphs", ["compile.cuda_graphs = true: needs a GPU", "computes on cpu"]),
         ("--compile.disable_passes shard_params", ["compile.disable_passes", "can't be left out"]),
         (

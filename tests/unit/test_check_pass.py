@@ -119,7 +119,7 @@ def test_outputs_may_be_off_by_rounding_only_if_the_pass_says_so() -> None:
         (["own_passes.kep"], "error: name = 'own_passes.kep': own_passes has no kep"),
         (["own_passes.keep", "--after", "bucket_colectives"], "error: --after = 'bucket_colectives': legal are"),
         (["own_passes.keep", "--after", "bucket_colectives"], "did you mean bucket_collectives?"),
-        (["own_passes.keep", "--families", "lama3"], "did you mean 'llama3'?"),
+        (["own_passes.keep", "--families", "lama3"], "did you mean llama3?"),
         (["own_passes.keep", "--attn", "fast"], "--attn fast: legal are"),
     ],
 )

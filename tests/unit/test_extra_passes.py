@@ -55,7 +55,7 @@ def test_a_pass_follows_the_one_that_is_named() -> None:
     ("name", "message"),
     [
         ("nowhere.mine", "entry 1: pass = 'nowhere.mine': nowhere can't be imported"),
-        ("own_passes.kep", "entry 1: pass = 'own_passes.kep': own_passes has no kep"),
+        ("own_passes.kep", "entry 1: pass = 'own_passes.kep': own_passes has no kep; did you mean keep?"),
         ("own_passes.NUMBER", "can't be called with a graph alone: 3 is not a callable object; name a function"),
         ("own_passes.takes_two", "can't be called with a graph alone: missing a required argument: 'level'"),
     ],

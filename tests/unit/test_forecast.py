@@ -250,3 +250,17 @@ def built(cell: Cell, recompute: Recompute, gib: float | None) -> int:
     options = dataclasses.replace(cell.options("graph"), recompute=recompute, budget_gib=gib)
     assembly = Assembly(model, load_family(cell.family), layout, options)
     return forecast(assembly, build_graphs(assembly), job.Optimizer()).in_all
+
+
+def test_a_forecast_of_another_policy_keeps_its_modules_and_the_jobs_own() -> None:
+    init_fake_process_group(1)
+    options = ["--job.config_file", "llama3_debug.toml", "--comm.mode", "fake_backend"]
+
+    def peaks(*words: str) -> list[int]:
+        blueprint = Blueprint(load([*options, *words]), 1)
+        saved = Recompute(every=1, saved=frozenset(blueprint.model.blocks))
+        return [blueprint.forecast_with(how).in_all for how in (Recompute(every=1), saved, Recompute())]
+
+    whole, saved, none = peaks()
+    assert whole < none < saved  # what is cheap is computed again by default, except in modules that are named
+    assert peaks("--activation_checkpoint.save", "layers.*") == [saved] * 3

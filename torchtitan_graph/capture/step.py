@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule, Node
 
 from torchtitan_graph.capture.state import local_part, sharing_memory
@@ -192,20 +192,8 @@ def _terms(model: nn.Module, batch: Inputs, side: SideOutputs) -> dict[str, list
             " a microbatch can't compute its mean over all tokens of a step, as others have rows of other lengths;"
             " set it to false"
         )
-    terms = {name: [_plain(term, f"{at}: {name}").mean() / model.num_parts] for name, term in side.losses.items()}  # type: ignore[operator]
+    terms = {name: [model.plain_term(name, term).mean() / model.num_parts] for name, term in side.losses.items()}  # type: ignore[operator]
     return terms | ({EXPERTS: list(side.experts)} if side.experts else {})
-
-
-def _plain(term: Tensor, at: str) -> Tensor:
-    """Return a term as a plain tensor: of logits or parameters that tensor parallelism shards, it is a DTensor."""
-    if not isinstance(term, DTensor):
-        return term
-    if (names := term.device_mesh.mesh_dim_names) != ("tp",):
-        raise UserError(
-            f"{at} is a DTensor over {names}, of a parameter that eager mode shards at rest: its gradient would be a "
-            "rank's part; compute the term in the forward of the parameter's block, or set compile.mode = 'graph'"
-        )
-    return term.redistribute(placements=[Replicate()] * term.device_mesh.ndim).to_local()
 
 
 def next_labels(labels_BL: Tensor) -> Tensor:

@@ -160,7 +160,7 @@ def _resolve_aliases(effective: dict[str, Setting], result: Resolution) -> None:
     config = result.config
     if removed := [name for name in config.compile.disable_passes if name in REMOVED_PASSES]:
         config.compile.disable_passes = [name for name in config.compile.disable_passes if name not in removed]
-        why = f"{', '.join(removed)} is ignored, for the loss's operator saves this memory itself"
+        why = f"{', '.join(removed)}: the loss's operator saves this memory itself"
         result.findings.append(Finding(IGNORED, effective["compile.disable_passes"], why))
     for key in ("training.dataset", "validation.dataset"):
         if get(config, key) == "c4_test":

@@ -12,12 +12,16 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.utils.flop_counter import flop_registry
+
+from torchtitan_graph.errors import UserError
+
+Recomputed = Literal["any", "alternate", "costly", "never"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,7 +97,7 @@ class Operator:
     waits: bool = False
     host_reads: int | None = None
     dynamic_rows: Callable[..., bool] | None = None
-    recompute: Literal["any", "alternate", "costly", "never"] = "any"
+    recompute: Recomputed = "any"
     compiles: bool = True
     records: Callable[..., bool] | bool = False
     overwrites: bool = False
@@ -116,14 +120,19 @@ def operator_of(target: object) -> Operator:
 
 
 def declare(target: OpOverload | OpOverloadPacket | HigherOrderOperator, **facts: Any) -> None:
-    """Declare facts about an operator, or all its overloads: fields of `Operator`. Others stay as torch says."""
+    """Declare facts about an operator, or all its overloads: fields of `Operator`. Others stay as torch says.
+
+    Raises:
+        UserError: a fact is none of the legal ones, or contradicts another.
+    """
     names = target.overloads() if isinstance(target, OpOverloadPacket) else ()
     for each in [getattr(target, name) for name in names] or [target]:
-        made = _DECLARED[each] = replace(operator_of(each), **facts)
-        if made.recompute not in ("any", "alternate", "costly", "never"):
-            raise ValueError(f"{each}: recompute = {made.recompute!r}: must be any, alternate, costly or never")
-        if made.elementwise and facts.get("flops") is not None:
-            raise ValueError(f"{each}: flops: those of elementwise operators are not counted; leave it out")
+        declared = replace(operator_of(each), **facts)
+        if declared.recompute not in get_args(Recomputed):
+            raise UserError(f"{each}: recompute = {declared.recompute!r}: must be any, alternate, costly or never")
+        if declared.elementwise and facts.get("flops") is not None:
+            raise UserError(f"{each}: flops: those of elementwise operators are not counted; leave it out")
+        _DECLARED[each] = declared
 
 
 def operator(
@@ -141,10 +150,12 @@ def operator(
         fake: returns results of the right shape, dtype and device for fake arguments.
         setup, backward: its gradient, as `torch.library.register_autograd` takes it.
         facts: fields of `Operator`.
-    """
 
+    Raises:
+        UserError: as `declare`; or `setup` without `backward`.
+    """
     if setup is not None and backward is None:
-        raise ValueError("operator: setup needs backward, which reads what it saves")
+        raise UserError("operator: setup needs backward, which reads what it saves")
 
     def made(function: Callable[..., Any]) -> OpOverload:
         name = function.__name__

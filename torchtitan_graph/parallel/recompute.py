@@ -44,11 +44,12 @@ class Recompute:
 
     @classmethod
     def from_option(cls, mode: str, selective: str) -> Recompute:
-        """Return the recomputation of `activation_checkpoint.mode` and `.selective_ac_option`."""
-        options = {"mode": mode} | ({"selective_ac_option": selective} if mode == "selective" else {})
+        """Return the recomputation of `activation_checkpoint.mode`, other than "memory_budget", and
+        `.selective_ac_option`."""
         if mode == "selective" and selective.isdigit():
             return cls(every=int(selective))
-        return next((policy.recompute for policy in fixed_policies() if policy.options == options), cls())
+        options = {"mode": mode, "selective_ac_option": selective} if mode == "selective" else {"mode": mode}
+        return next(policy.recompute for policy in fixed_policies() if policy.options == options)
 
     def whole_block(self, index: int) -> bool:
         """Return whether block `index` (from 0) is recomputed whole: with every = 2, the second, the fourth, ..."""

@@ -206,9 +206,10 @@ def _cpu_offload(config: JobConfig, target: Target) -> bool:
 
 
 def _recompute(options: job.ActivationCheckpoint, model: Decoder) -> Recompute:
-    chosen = Recompute.from_option(options.mode, options.selective_ac_option)
     if options.mode == "memory_budget":
         chosen = Recompute(budget=Budget(options.memory_budget))
+    else:
+        chosen = Recompute.from_option(options.mode, options.selective_ac_option)
     saved, again = plan_saved(options.save, options.recompute, model, model.blocks)
     return dataclasses.replace(chosen, saved=saved, again=again)
 

@@ -14,11 +14,12 @@ class Model(llama3.Model):
         if not side_outputs:
             return super().forward(tokens_BL, *args, only=only, **more)
         logits_BLV, side = super().forward(tokens_BL, *args, side_outputs=True, only=only, **more)
+        losses = dict(side.losses)
         if only is None or "output" in only:
             each_BL = logits_BLV.logsumexp(-1).square()
             of_row_BL = logits_BLV[..., 0].tanh().mean(1, keepdim=True).square().expand_as(each_BL)
             gain_BL = self.norm.weight.square().mean().expand(each_BL.shape)
-            side.losses.update(large_logits=0.1 * each_BL, kind_of_row=0.3 * of_row_BL, gain=0.2 * gain_BL)
+            losses.update(large_logits=0.1 * each_BL, kind_of_row=0.3 * of_row_BL, gain=0.2 * gain_BL)
         if only is None or "tok_embeddings" in only:  # a term that depends on no parameter, in a pipeline's first stage
-            side.losses["odd_tokens"] = 0.1 * (tokens_BL % 2).to(logits_BLV.dtype)
-        return logits_BLV, side
+            losses["odd_tokens"] = 0.1 * (tokens_BL % 2).to(logits_BLV.dtype)
+        return logits_BLV, side._replace(losses=losses)

@@ -104,6 +104,21 @@ def test_products_count_as_torch_counts_them(name: str) -> None:
     assert count_flops(minimal_fx_tracer(step)(*inputs).gm, ()).matmul == counter.get_total_flops() > 0
 
 
+@pytest.mark.parametrize(
+    ("product", "shapes", "flops"),
+    [
+        (torch.mv, [(3, 4), (4,)], 2 * 3 * 4),
+        (torch.dot, [(5,), (5,)], 2 * 5),
+        (torch.addmv, [(3,), (3, 4), (4,)], 2 * 3 * 4),
+        (torch.addbmm, [(3, 5), (2, 3, 4), (2, 4, 5)], 2 * 2 * 3 * 4 * 5),
+    ],
+    ids=["mv", "dot", "addmv", "addbmm"],
+)
+def test_products_without_a_formula_of_torch_count_by_hand(product: Any, shapes: list, flops: int) -> None:
+    inputs = [torch.ones(shape) for shape in shapes]
+    assert count_flops(minimal_fx_tracer(product)(*inputs).gm, ()).matmul == flops
+
+
 def test_groups_count_what_they_multiply() -> None:
     """By hand: torch's counter knows no grouped products, and takes a convolution's gradient for one without groups."""
 

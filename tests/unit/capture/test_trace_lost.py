@@ -422,3 +422,14 @@ def test_a_variable_that_has_no_value_yet_is_none_that_the_function_holds() -> N
 
     assert torch.equal(run_traced(minimal_fx_tracer(step)(X))(X), X * 2)
     later = X
+
+
+def test_a_write_in_place_to_a_parameter_is_refused_with_its_line() -> None:
+    model = nn.Linear(2, 2)
+
+    def step(x: Tensor) -> Tensor:
+        model.weight.mul_(2.0)
+        return model(x)
+
+    with pytest.raises(UserError, match=r"writes in place to a parameter.*test_trace_lost.py.*compute a new tensor"):
+        minimal_fx_tracer(step, model)(torch.ones(1, 2))

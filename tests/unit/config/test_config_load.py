@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 
 import torchtitan_graph
-from torchtitan_graph.config import JobConfig, dump_toml, load
+from torchtitan_graph.config import JobConfig, dump_toml, job, load
 from torchtitan_graph.config.job import OPTIONS
 from torchtitan_graph.config.manual import COMMON, option_help, tables
+from torchtitan_graph.config.option import brief
 from torchtitan_graph.config.resolve import NAMES, family_names
 from torchtitan_graph.config.support import NAMES_ELSEWHERE
 from torchtitan_graph.errors import UserError
@@ -317,11 +318,17 @@ def test_a_dump_folder_is_named_by_other_options(tmp_path: Path, folder: str, re
         ("{model.flavor}", "{model.flavor} has no value; set model.flavor as well"),
         ("{job.dump_folder}", "{job.dump_folder} is '{job.dump_folder}', which has braces itself"),
         ("a{b", "has a brace without its other half; {table.key} stands for the value of that option"),
+        ("", "must not be empty"),
     ],
 )
 def test_a_dump_folder_named_by_nothing_is_refused(folder: str, why: str) -> None:
     found = problems(["--job.dump_folder", folder])
     assert found == [f"command line: job.dump_folder = {folder!r}: {why}"]
+
+
+def test_rows_of_a_table_are_shown_by_what_is_set_in_them() -> None:
+    assert brief([job.ParamGroup("*", beta1=0.5), True]) == "[{'pattern': '*', 'beta1': 0.5}, True]"
+    assert brief(False) == "false" and brief("x" * 300) == repr("x" * 300)[:200] + "..."
 
 
 def test_an_explicit_attention_wins_over_a_flavour_name() -> None:
@@ -356,6 +363,10 @@ def test_help_on_one_table(capsys: pytest.CaptureFixture[str]) -> None:
         load(["-h", "training.steps"])
     text = capsys.readouterr().out
     assert "--training.steps" in text and "--training.seq_len" not in text
+    with pytest.raises(SystemExit):
+        load(["--help", "comm", "debug", "--training.steps", "3"])
+    text = capsys.readouterr().out
+    assert "--comm.mode" in text and "--debug.seed" in text and "--training.steps" not in text
     with pytest.raises(UserError, match="did you mean training"):
         load(["--help", "trainin"])
 

@@ -95,6 +95,13 @@ def test_a_default_is_never_refused_nor_noticed() -> None:
         assert key == "job.config_file" or load([f"--{key}={text(option.default)}"]).notices == [], key
 
 
+def test_passes_that_are_gone_are_left_out_with_a_notice() -> None:
+    config = load(["--compile.disable_passes", "merge_equal,reuse_logits"])
+    assert config.compile.disable_passes == ["merge_equal"]
+    (line,) = config.notices
+    assert "ignored: reuse_logits: the loss's operator saves this memory itself" in line
+
+
 def test_old_names_lead_to_known_ones_and_no_name_is_in_two_tables() -> None:
     assert set(RENAMED.values()) <= {*OPTIONS, *UNSUPPORTED}
     assert len({*OPTIONS, *UNSUPPORTED, *RENAMED}) == len(OPTIONS) + len(UNSUPPORTED) + len(RENAMED)

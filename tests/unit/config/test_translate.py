@@ -144,6 +144,9 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path, capsys: pytest.Ca
     with pytest.raises(SystemExit, match="2"):
         main(["--job.config_file", str(tmp_path / "missing.toml")])
     assert "missing.toml: can't be read: No such file" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main(["missing.toml"])
+    assert "a file is given as --job.config_file missing.toml" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -200,7 +200,7 @@ def test_entries_of_a_job_are_mixed(tmp_path: Path):
         ('[{dataset = "stdlib"}, {weight = 2}]', "", "entry 2: needs dataset or dataset_path"),
         ('[{dataset_path = "a/x"}, {dataset_path = "b/x"}]', "", "several entries are called x"),
         ('[{dataset = "stdlib"}]', "--training.dataset_path a", "training.dataset_path = 'a': is not used with"),
-        ('[{dataset = "stdlib"}]', "--training.no-repeat", "training.repeat = False"),
+        ('[{dataset = "stdlib"}]', "--training.no-repeat", "training.repeat = false"),
     ],
 )
 def test_a_mixture_that_makes_no_sense_is_refused(sources: str, others: str, message: str):

@@ -18,14 +18,23 @@ from torchtitan_graph.run.failure import FAULT
 NODES = ["n1", "n2"]
 
 
-@pytest.mark.parametrize("words", [[], ["start"], ["--help"], ["begin"]])
+@pytest.mark.parametrize(
+    ("words", "missing"),
+    [
+        ([], "'' is not begin, end or stopped; SLURM_JOB_ID is not set"),
+        (["start"], "'start' is not begin, end or stopped"),
+        (["--help"], "'--help' is not begin"),
+        (["begin"], "requeue: SLURM_JOB_ID is not set"),
+    ],
+)
 def test_a_wrong_call_is_told_how_it_is_done(
-    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    words: list[str], missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     monkeypatch.setattr(sys, "argv", ["requeue", *words])
     assert requeue.main() == 2
-    assert "requeue begin|end|stopped [--table.key value ...]" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert missing in said and "requeue begin|end|stopped [--table.key value ...]" in said
 
 
 def test_what_the_batch_script_asks_is_answered(

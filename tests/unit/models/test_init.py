@@ -6,14 +6,17 @@ import math
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.models import llama3
 from torchtitan_graph.models.hf import allocate
 from torchtitan_graph.models.layers.init import RESIDUAL, Constant, Initial, initial_weight, initialize, said_initial
 from torchtitan_graph.models.spec import tiny_config
-from torchtitan_graph.parallel.layout import ParallelDims
+from torchtitan_graph.parallel.layout import DP_SHARD, TP, ParallelDims
 from torchtitan_graph.parallel.storage import Precision, Reshard, materialize, plan_storage, shard_eager
+from torchtitan_graph.torch_private.distributed import fake_process_group
 
 CPU = torch.device("cpu")
 CONFIG = llama3.Config(dim=16, num_layers=2, num_heads=2, num_kv_heads=1, ffn_dim=24, vocab_size=40)
@@ -174,3 +177,18 @@ def test_initial_values_are_by_the_modules_class_not_by_its_name():
     assert found["inner.gain"] == Constant(3.0) and found["inner.bias"] == 0.0 and found["inner.scale.weight"] == 0.5
     assert found["inner.wo.weight"] == 0.02 / (2 * model.config.num_layers) ** 0.5
     assert said_initial(model, "layers.0.inner.gain")[0] and not said_initial(model, "layers.0.inner.bias")[0]
+
+
+def test_a_term_of_a_parameter_that_is_sharded_at_rest_is_refused() -> None:
+    """Sharded by tensor parallelism it becomes a plain tensor."""
+    with torch.device("meta"):
+        model = llama3.Model(CONFIG)
+    with fake_process_group(2):
+        for axis in (TP, DP_SHARD):
+            mesh = init_device_mesh("cpu", (2,), mesh_dim_names=(axis,))
+            term_BL = distribute_tensor(torch.ones(2, 4), mesh, [Shard(0)])
+            if axis == TP:
+                assert type(model.plain_term("z", term_BL)) is Tensor
+                continue
+            with pytest.raises(UserError, match=r"losses: z is a DTensor over \('dp_shard',\).*compile.mode = 'graph'"):
+                model.plain_term("z", term_BL)

@@ -14,6 +14,7 @@ from torchtitan_graph.analysis import keeping
 from torchtitan_graph.analysis.cost import OTHER, PRODUCT, works_of
 from torchtitan_graph.analysis.flops import matmul_flops
 from torchtitan_graph.capture.trace import minimal_fx_tracer
+from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph import meta
 from torchtitan_graph.ops import operator
 from torchtitan_graph.ops.operator import OTHER_COLLECTIVE, declare, operator_of
@@ -104,6 +105,19 @@ def test_a_declaration_changes_what_is_read_of_it(monkeypatch: pytest.MonkeyPatc
     declare(torch.ops.a_users.declared, flops=lambda *args, out_val: 7)  # of all its overloads
     assert matmul_flops(node_of(gm, "declared")) == 7
     assert operator_of(declared).compiles
+
+
+def test_a_declaration_that_says_nothing_legal_is_refused_and_not_kept() -> None:
+    before = operator_of(declared)
+    for facts, message in (
+        ({"recompute": "seldom"}, "recompute = 'seldom': must be any, alternate, costly or never"),
+        ({"elementwise": True, "flops": lambda *args, out_val: 7}, "flops: those of elementwise operators"),
+    ):
+        with pytest.raises(UserError, match=message):
+            declare(declared, **facts)
+        assert operator_of(declared) is before
+    with pytest.raises(UserError, match="setup needs backward"):
+        operator.operator(lambda x: x, setup=lambda *args: None)
 
 
 def test_an_operator_that_names_a_group_sends() -> None:

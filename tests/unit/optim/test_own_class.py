@@ -177,7 +177,7 @@ def test_an_option_that_no_step_can_be_taken_with_is_named(option: str) -> None:
     ("changes", "message"),
     [
         ({"name": "nowhere.Sign"}, "nowhere can't be imported"),
-        ({"name": "own.Sing"}, "own has no Sing"),
+        ({"name": "own.Sing"}, "own has no Sing; did you mean Sign?"),
         ({"name": "own.Any"}, "must be a class derived from torch.optim.Optimizer"),
         ({"name": "own.WithoutRate"}, "must take lr"),
         ({"name": "own.Sign", "options": {"mometum": 1.0}}, "own.Sign does not take it; did you mean momentum?"),

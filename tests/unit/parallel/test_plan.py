@@ -7,7 +7,7 @@ from torchtitan_graph.errors import UserError
 from torchtitan_graph.models.spec import load_family, tiny_config
 from torchtitan_graph.parallel.layout import ParallelDims
 from torchtitan_graph.parallel.parallelize import check_plan
-from torchtitan_graph.parallel.plan import Plan, expert_roles, tensor_roles
+from torchtitan_graph.parallel.plan import Plan, expert_roles, table_style, tensor_roles
 
 MOE: Plan = {
     "moe": {"tp": "partial", "ep": "apart"},
@@ -90,3 +90,8 @@ def test_a_plan_that_lacks_roles_is_refused(degrees: dict[str, int], message: st
     check("llama3", ParallelDims(), plan)
     with pytest.raises(UserError, match=message):
         check("llama3", ParallelDims(**degrees), plan)
+
+
+def test_a_table_has_one_of_two_roles() -> None:
+    with pytest.raises(ValueError, match="the role 'shard 0' of a module on tp: must be partial, apart, embedding or"):
+        table_style("shard 0", loss_parallel=True)

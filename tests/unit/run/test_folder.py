@@ -9,6 +9,7 @@ import pytest
 from disks import fill, set_read_only, small_disk
 from torchtitan_graph.config import load
 from torchtitan_graph.errors import UserError
+from torchtitan_graph.log import logger
 from torchtitan_graph.run import folder as folder_module
 from torchtitan_graph.run.folder import RunFolder, check_place
 from torchtitan_graph.run.status import FAILED, FINISHED
@@ -40,6 +41,18 @@ def test_a_dump_folder_that_can_be_none_is_refused(tmp_path: Path) -> None:
 
 def run_in(folder: Path) -> RunFolder:
     return RunFolder(load(["--job.dump_folder", str(folder)]))
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+def test_shares_of_the_time_are_logged_of_a_run_that_has_trained(
+    steps: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = run_in(tmp_path)
+    if steps:
+        run.done(steps, 5.0)
+    with caplog.at_level("INFO", logger.name):
+        run.close(FINISHED)
+    assert ("goodput" in caplog.text) == (steps > 0)
 
 
 def test_a_run_that_ends_leaves_its_status_alone(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
 
 from torchtitan_graph.capture.step import SideOutputs
 from torchtitan_graph.errors import UserError
@@ -25,6 +26,7 @@ from torchtitan_graph.models.layers.masks import (
 )
 from torchtitan_graph.models.layers.moe import MoE, Routing, move_correction_bias
 from torchtitan_graph.ops.varlen import segments_of
+from torchtitan_graph.parallel.layout import TP
 from torchtitan_graph.parallel.plan import Plan
 
 ATTENTION = ("sdpa", "flex", "varlen")  # its implementations
@@ -166,6 +168,23 @@ class Decoder(nn.Module):
             moe = self.get_submodule(name.removesuffix(LOAD))
             assert isinstance(moe, MoE), name
             move_correction_bias(moe, load_E)
+
+    def plain_term(self, name: str, term_BL: Tensor) -> Tensor:
+        """Return a term of `SideOutputs.losses` as a plain tensor: of logits or parameters that tensor parallelism
+        shards, it is a DTensor.
+
+        Raises:
+            UserError: it is made of a parameter that eager mode shards at rest, so its gradient would be a rank's part.
+        """
+        if not isinstance(term_BL, DTensor):
+            return term_BL
+        if (axes := term_BL.device_mesh.mesh_dim_names) != (TP,):
+            raise UserError(
+                f"{type(self).__name__}: SideOutputs.losses: {name} is a DTensor over {axes}, of a parameter that "
+                "eager mode shards at rest: its gradient would be a rank's part; compute the term in the forward of "
+                "the parameter's block, or set compile.mode = 'graph'"
+            )
+        return term_BL.redistribute(placements=[Replicate()]).to_local()
 
     def rope(self, positions_BL: Tensor) -> Any:
         """Return the argument `rope` of every block's attention, from the positions."""

@@ -11,17 +11,6 @@ from torchtitan_graph.models.layers.rope import LinearScaling, Llama3Scaling, Sc
 
 _CONTEXT = "original_max_position_embeddings"
 
-# Our field -> Hugging Face's.
-_IN_ALL = {
-    "dim": "hidden_size",
-    "num_layers": "num_hidden_layers",
-    "num_heads": "num_attention_heads",
-    "vocab_size": "vocab_size",
-    "tied": "tie_word_embeddings",
-    "rope_theta": "rope_theta",
-    "norm_eps": "rms_norm_eps",
-}
-
 
 def read_common(
     reader: ConfigReader, theta: float = 10000.0, norm_eps: float = 1e-6, implied: Mapping[str, Any] | None = None
@@ -51,7 +40,13 @@ def common_to_hf(config: Any, architecture: str, model_type: str) -> dict[str, A
     return {
         "architectures": [architecture],
         "model_type": model_type,
-        **{theirs: getattr(config, ours) for ours, theirs in _IN_ALL.items()},
+        "hidden_size": config.dim,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "vocab_size": config.vocab_size,
+        "tie_word_embeddings": config.tied,
+        "rope_theta": config.rope_theta,
+        "rms_norm_eps": config.norm_eps,
         "rope_scaling": scaling_to_hf(config.rope_scaling),
         "hidden_act": "silu",
         "attention_bias": False,

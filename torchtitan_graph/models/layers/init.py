@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +18,6 @@ from torch import Tensor, nn
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.parallel.storage import set_local
 from torchtitan_graph.torch_private.tensors import num_writes
-
-if TYPE_CHECKING:
-    from torchtitan_graph.models.layers.decoder import Decoder
 
 
 class Constant(NamedTuple):
@@ -85,11 +82,11 @@ def initial_weight(
 
 
 @torch.no_grad()
-def initialize(model: Decoder, seed: int, device: torch.device | None = None) -> None:
-    """Draw every parameter of a materialized model in full, one at a time, and keep this rank's shard; fill the
+def initialize(model: nn.Module, seed: int, device: torch.device | None = None) -> None:
+    """Draw every parameter of a materialized `Decoder` in full, one at a time, and keep this rank's shard; fill the
     buffers. The numbers depend on the kind of `device` that draws them: by default the parameter's."""
     for name, parameter in model.named_parameters():
-        drawn_on, initial = device or parameter.device, model.initial_std(name)
+        drawn_on, initial = device or parameter.device, model.initial_std(name)  # type: ignore[operator]
         full = initial_weight(name, parameter.shape, initial, seed, drawn_on, torch.float32)
         set_local(parameter, full)  # type: ignore[arg-type]
     initialize_buffers(model)

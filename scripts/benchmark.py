@@ -110,8 +110,10 @@ def make_batch(rows: int, seq_len: int, vocab_size: int, device: torch.device) -
 
 
 def recompute_of(policy: str) -> Recompute:
-    """Return the recomputation of a policy: a policy's name, a budget in percent, or none."""
-    return Recompute(budget=Budget(int(policy) / 100)) if policy.isdigit() else Recompute.from_option(policy, "op")
+    """Return the recomputation of a policy: a mode's name, a budget in percent, or none."""
+    if policy.isdigit():
+        return Recompute(budget=Budget(int(policy) / 100))
+    return Recompute.from_option(policy or "none", "op")
 
 
 def options_of(

@@ -142,8 +142,8 @@ class _InChunks(torch.autograd.Function):
                 scale_R = torch.where(rows.is_ignored_T, 0.0, torch.ones_like(losses_R))
                 dlogits_RV = cross_entropy_backward_(logits_RV, *rows[:3], scale_R)
                 dxs.append(dlogits_RV @ weight_VD)
-                of_chunk_VD = dlogits_RV.t() @ x_RD
-                dweight_VD = of_chunk_VD if dweight_VD is None else dweight_VD + of_chunk_VD
+                dlogits_VR = dlogits_RV.t()
+                dweight_VD = dlogits_VR @ x_RD if dweight_VD is None else torch.addmm(dweight_VD, dlogits_VR, x_RD)
         if is_trained:
             ctx.save_for_backward(torch.cat(dxs), dweight_VD)
         return _sum(torch.cat(losses), torch.cat(ignored))

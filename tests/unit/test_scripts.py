@@ -20,6 +20,7 @@ from torchtitan_graph.formats.show import dump
 from torchtitan_graph.models import llama3
 from torchtitan_graph.models.hf import to_hf
 from torchtitan_graph.models.spec import family_names
+from torchtitan_graph.parallel.recompute import Budget, Recompute
 
 REPOSITORY = Path(__file__).parents[2]
 TOKENIZER = REPOSITORY / "tests" / "assets" / "tokenizer"
@@ -156,6 +157,16 @@ def test_mistakes_are_one_line(
     monkeypatch.chdir(tmp_path)
     assert words in refusal(name, *arguments, monkeypatch=monkeypatch, capsys=capsys)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_benchmark_measures_a_mode_with_and_without_a_policy() -> None:
+    recompute_of = runpy.run_path(str(REPOSITORY / "scripts" / "benchmark.py"))["recompute_of"]
+    assert {policy: recompute_of(policy) for policy in ("", "full", "selective", "50")} == {
+        "": Recompute(),
+        "full": Recompute(every=1),
+        "selective": Recompute(by_op=True),
+        "50": Recompute(budget=Budget(0.5)),
+    }
 
 
 @pytest.mark.parametrize(

@@ -236,16 +236,18 @@ def shard_eager(
     )
     experts = [m for m in model.modules() if any(is_expert(p) for p in m.parameters(recurse=False))]
     for module in (*experts, *blocks.values(), model):
+        mesh = layout.expert_submesh(EXPERT_FSDP, DP_REPLICATE) if module in experts else layout.submesh(*DATA_AXES)
         sharded = fully_shard(
             module,
-            mesh=layout.expert_submesh(EXPERT_FSDP, DP_REPLICATE) if module in experts else layout.submesh(*DATA_AXES),
+            mesh=mesh,
             mp_policy=policy,
             reshard_after_forward=reshard.root if module is model else reshard.blocks,
             shard_placement_fn=lambda p: Shard(stored_dim(p, layout)),
             offload_policy=CPUOffloadPolicy(pin_memory=device.type == "cuda") if on_host else OffloadPolicy(),
         )
-        sharded.set_gradient_divide_factor(1.0)
-        sharded.set_force_sum_reduction_for_comms(True)
+        if mesh.size() > 1:  # on one rank FSDP2 would divide by 1, into another copy of the gradients
+            sharded.set_gradient_divide_factor(1.0)
+            sharded.set_force_sum_reduction_for_comms(True)
     cast_parameters(model, precision.storage)
     slots = {name for name, buffer in model.named_buffers() if buffer.requires_grad}  # `to_empty` drops it
     model.to_empty(device="cpu" if on_host else device)

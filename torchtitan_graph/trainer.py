@@ -42,6 +42,7 @@ from torchtitan_graph.metrics import (
 )
 from torchtitan_graph.models.hf import load_weights, save_weights
 from torchtitan_graph.models.layers.init import initialize
+from torchtitan_graph.models.spec import plan_of
 from torchtitan_graph.optim import (
     build_lr_scheduler,
     build_optimizer,
@@ -97,7 +98,9 @@ class Trainer:
                 rows_per_step=blueprint.rows_per_step,
             )
             self._log_model()
-            self.model_table = model_table(self.model, blueprint.family.PLAN, blueprint.options.precision.storage)
+            self.model_table = model_table(
+                self.model, plan_of(blueprint.family, self.model), blueprint.options.precision.storage
+            )
             self.scope_table = ""  # cost of the step's modules and functions, where it is shown
             self.planned = ""  # the forecast of its memory, in words; "" in eager mode
             self.steps = self._build_steps()

@@ -90,7 +90,7 @@ class StageModules(NamedTuple):
 def takes_loss(model: nn.Module) -> bool:
     """Return whether a model computes the loss where it computes the logits, which then nothing else reads: its forward
     has an argument `loss`, a function of the output layer, its input, and the number of tokens further ahead."""
-    return "loss" in inspect.signature(model.forward).parameters
+    return getattr(model, "projects_last", True) and "loss" in inspect.signature(model.forward).parameters
 
 
 class _Head:

@@ -45,6 +45,7 @@ from torchtitan_graph.capture.state import (
     swapped_state,
     unassigned_data,
 )
+from torchtitan_graph.capture.strides import reshape_unknown
 from torchtitan_graph.capture.traced import TracedResult, autocast
 from torchtitan_graph.capture.uncleared import Uncleared
 from torchtitan_graph.capture.uncollected import uncollected
@@ -208,6 +209,7 @@ def minimal_fx_tracer(
                 refuse_live(fn, module, fake_mode)
                 out.has_computed_grad = refuse_lost(gm, out.left)
                 stamps.put_in(gm)
+            reshape_unknown(gm)
             return gm
 
         with refusing_reads(optimizer, sizes):

@@ -46,7 +46,7 @@ from torchtitan_graph.models.hf.files import read_json
 from torchtitan_graph.models.hf.places import live_tensors, places
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.models.layers.init import generator_for, said_initial
-from torchtitan_graph.models.spec import HF_CONTRACT, load_family
+from torchtitan_graph.models.spec import HF_CONTRACT, load_family, plan_of
 from torchtitan_graph.parallel.layout import ParallelDims
 from torchtitan_graph.parallel.parallelize import check_plan
 from torchtitan_graph.parallel.recompute import Recompute, fixed_policies
@@ -126,11 +126,14 @@ def check_module(name: str, flavor: str, attns: list[str]) -> str | None:
 
 
 def check_plan_of(cell: Cell) -> None:
-    check_plan(build_model(cell), load_family(cell.family).PLAN, cell.dims)
+    model = build_model(cell)
+    check_plan(model, plan_of(load_family(cell.family), model), cell.dims)
 
 
 def check_keys(cell: Cell) -> None:
-    places(load_family(cell.family), build_model(cell))
+    model = build_model(cell)
+    if model.conversion is None:  # else its tensors have the names of its files
+        places(load_family(cell.family), model)
 
 
 @torch.no_grad()
@@ -209,7 +212,7 @@ def skip_unless_planned(cell: Cell) -> None:
     """Raise `Skipped` for a family that can't be laid out so."""
     model = build_model(cell)
     try:
-        check_plan(model, load_family(cell.family).PLAN, cell.dims)
+        check_plan(model, plan_of(load_family(cell.family), model), cell.dims)
         model.check_attention(cell.dims.cp)
     except UserError as reason:
         raise Skipped(str(reason)) from None
@@ -284,7 +287,7 @@ def check_files(cell: Cell) -> None:
             again = family.Model(config, cell.attn)
         allocate(again, torch.float32)
         load_weights(again, family, first)
-        kept, found = ({place.ours: place.tensor for place in places(family, m)} for m in (model, again))
+        kept, found = ({name: x.detach() for name, x in live_tensors(m).items()} for m in (model, again))
         _refuse(bits_that_differ(kept, found), "what is read is not what was written: look at HF_KEYS")
         save_weights(again, family, second)
         files, others = ({path.name: path.read_bytes() for path in sorted(x.iterdir())} for x in (first, second))

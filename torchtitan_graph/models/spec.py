@@ -16,6 +16,7 @@ from torchtitan_graph.config.resolve import family_names
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.models.layers.stored import Stored
+from torchtitan_graph.parallel.plan import Plan
 
 # A family is a module with these: the flavours' table, the model class, the tensor-parallel plan, and the map from our
 # parameter names to Hugging Face's.
@@ -39,6 +40,9 @@ def load_family(name: str) -> ModuleType:
     try:
         family = importlib.import_module(path)
     except ModuleNotFoundError as error:
+        if error.name == "transformers" and "." not in name:
+            missing = "it wraps models of the library transformers: pip install 'torchtitan_graph[hf]'"
+            raise UserError(f"model.name = {name!r}: {missing}") from None
         if error.name is None or not path.startswith(error.name):
             raise UserError(f"model.name = {name!r}: {path} can't be imported: {error}") from error
         missing = f"there is no module {error.name!r} to import; is it on PYTHONPATH?"
@@ -102,6 +106,11 @@ def tiny_config(config: Any, **changes: Any) -> Any:
     if getattr(config, "top_k", 0):
         sizes["top_k"] = min(config.top_k, 2)
     return dataclasses.replace(config, **sizes | {k: v for k, v in changes.items() if k in names})
+
+
+def plan_of(family: ModuleType, model: Decoder) -> Plan:
+    """Return the plan of a model: its own, where its family has no plan for all of them."""
+    return getattr(model, "PLAN", family.PLAN)  # type: ignore[no-any-return]
 
 
 def build_model(name: str, flavor: str, attn: str, tokenizer_vocab_size: int) -> Decoder:

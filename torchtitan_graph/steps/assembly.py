@@ -16,6 +16,7 @@ from torchtitan_graph.compiler import PassPlan
 from torchtitan_graph.loss import cross_entropy
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.models.layers.moe import set_up_experts
+from torchtitan_graph.models.spec import plan_of
 from torchtitan_graph.ops.planned_norms import use_gpu_norms
 from torchtitan_graph.parallel.agree import files_group, on_rank_0
 from torchtitan_graph.parallel.layout import TP, Layout
@@ -77,7 +78,7 @@ class Assembly:
                 module.is_fused = True  # type: ignore[assignment]
         if options.target.fused_norms:
             use_gpu_norms(model)
-        parallelize(model, self.family.PLAN, layout, loss_parallel=options.loss_parallel)
+        parallelize(model, plan_of(self.family, model), layout, loss_parallel=options.loss_parallel)
 
     def lay_out(self, reshard: Reshard | None = None) -> PassPlan:
         """Bring the model into the layouts of its step; return the passes' inputs. `reshard` replaces the option."""
@@ -93,7 +94,7 @@ class Assembly:
             recompute=options.recompute,
             reshard=reshard or options.reshard,
             regions=options.regions,
-            context=context_modules(model, self.family.PLAN),
+            context=context_modules(model, plan_of(self.family, model)),
             offload=options.offload,
             costs=self.costs,
             ring=self._ring if options.async_tp else None,

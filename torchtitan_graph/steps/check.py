@@ -17,6 +17,7 @@ from torchtitan_graph.log import logger
 from torchtitan_graph.models.layers.attention import flex_cpu_bytes
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.models.layers.masks import dense_mask_bytes
+from torchtitan_graph.models.spec import plan_of
 from torchtitan_graph.parallel.layout import ParallelDims
 from torchtitan_graph.parallel.parallelize import check_plan
 from torchtitan_graph.quantize.plan import check_cut
@@ -33,9 +34,10 @@ def check_steps(
             pipeline's stage) takes gradients, or rows, masks or flex attention's scores can't fit; a dry run allocates
             none.
     """
-    check_plan(model, family.PLAN, dims)
+    plan = plan_of(family, model)
+    check_plan(model, plan, dims)
     _check_parameters(config, model)
-    check_cut(options.float8, model, family.PLAN, dims.tp)
+    check_cut(options.float8, model, plan, dims.tp)
     _check_loss_chunks(config, model, dims, options)
     if not any(p.requires_grad for p in model.parameters()):
         raise UserError(

@@ -14,7 +14,7 @@ from torchtitan_graph.models.hf.architecture import choose_model, new_model
 from torchtitan_graph.models.hf.read import check_weights, load_weights
 from torchtitan_graph.models.hf.write import save_weights
 from torchtitan_graph.models.layers.decoder import Decoder
-from torchtitan_graph.models.layers.init import initialize_buffers
+from torchtitan_graph.models.layers.init import allocate
 
 __all__ = ["allocate", "check_weights", "choose_model", "from_hf", "load_weights", "new_model", "save_weights", "to_hf"]
 
@@ -57,17 +57,3 @@ def _module_of(model: nn.Module) -> ModuleType:
     if found is None:
         raise UserError(f"{type(model).__name__} is of no family: the module that defines it has no HF_KEYS")
     return found
-
-
-def allocate(model: nn.Module, dtype: torch.dtype) -> None:
-    """Allocate memory for a model on meta: tied parameters stay tied, unlike with `to_empty`. Buffers are
-    initialized."""
-    new = {p: nn.Parameter(torch.empty(p.shape, dtype=dtype)) for p in model.parameters()}
-    for module in model.modules():
-        for leaf, parameter in module._parameters.items():
-            if parameter is not None:
-                module._parameters[leaf] = new[parameter]
-        for leaf, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[leaf] = torch.empty_like(buffer, device="cpu")
-    initialize_buffers(model)

@@ -18,6 +18,8 @@ from torchtitan_graph.models.hf.files import read_json
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.models.spec import HF_CONTRACT, check_vocabulary, family_names, flavor_config, load_family
 
+WRAPPER = "transformers"  # the family of models that have none of their own here
+ANY = "*"  # among a family's HF_ARCHITECTURES
 TOKENIZER_ONLY = "to take only the tokenizer from there, name the file tokenizer.json itself"
 
 
@@ -47,6 +49,10 @@ def choose_model(job_config: JobConfig, assets: Path | None, tokenizer_vocab_siz
     raw = read_json(file) if assets is not None and os.path.exists(file) else None
     if raw is not None and flavor is None and "model.name" not in job_config.sources:
         options.name = family_of(raw, file)[0]
+        if options.name == WRAPPER:
+            logger.info(
+                f"{file}: {raw.get('architectures')!r:.100} is no family of this package: transformers' own model"
+            )
     family = load_family(options.name)
     lacking = [attribute for attribute in HF_CONTRACT if not hasattr(family, attribute)]
     if job_config.checkpoint.last_save_in_hf and lacking:
@@ -141,19 +147,24 @@ def _on_meta(family: ModuleType, config: Any, attn: str, source: str) -> Decoder
 
 
 def family_of(raw: dict[str, Any], file: Path) -> tuple[str, ModuleType]:
-    """Return the family of a config.json, with its name, by `architectures`.
+    """Return the family of a config.json, with its name, by `architectures`: of others, the one that wraps
+    transformers' models.
 
     Raises:
-        UserError: there is none.
+        UserError: none of this package's own, and transformers is not there.
     """
-    known = {name: load_family(name) for name in family_names()}
-    for name, family in known.items():
+    own = {name: load_family(name) for name in family_names() if name != WRAPPER}
+    for name, family in own.items():
         if is_of(family, raw):
             return name, family
-    architectures = sorted(name for family in known.values() for name in family.HF_ARCHITECTURES)
-    raise UserError(
-        f"{file}: architectures = {raw.get('architectures')!r:.200} is unknown; known are {', '.join(architectures)}"
-    )
+    try:
+        return WRAPPER, load_family(WRAPPER)
+    except UserError as error:
+        architectures = sorted(name for family in own.values() for name in family.HF_ARCHITECTURES)
+        raise UserError(
+            f"{file}: architectures = {raw.get('architectures')!r:.200} is none of this package's own, "
+            f"{', '.join(architectures)}, and others need transformers: {error}"
+        ) from error
 
 
 def config_of(family: ModuleType, raw: dict[str, Any], file: Path) -> Any:
@@ -165,13 +176,18 @@ def config_of(family: ModuleType, raw: dict[str, Any], file: Path) -> Any:
     try:
         return family.from_hf_config(raw)
     except UserError as error:
-        raise UserError(f"{file}: {error}") from error
+        other = "" if ANY in family.HF_ARCHITECTURES else f"; model.name = {WRAPPER!r} takes transformers' own model"
+        raise UserError(f"{file}: {error}{other}") from error
 
 
 def is_of(family: ModuleType, raw: dict[str, Any]) -> bool:
     """Return whether a config.json is of a family."""
     architectures = raw.get("architectures")
-    return isinstance(architectures, list) and any(name in family.HF_ARCHITECTURES for name in architectures)
+    return (
+        ANY in family.HF_ARCHITECTURES
+        or isinstance(architectures, list)
+        and any(name in family.HF_ARCHITECTURES for name in architectures)
+    )
 
 
 def _check_family(family: ModuleType, name: str, raw: dict[str, Any], file: Path) -> None:
@@ -193,5 +209,6 @@ def _check_flavor(name: str, flavor: str, wanted: Any, config: Any, file: Path) 
 
 def differences(config: Any, other: Any) -> list[str]:
     """Return the differences between two configurations of a family, as text."""
-    ours, theirs = dataclasses.asdict(config), dataclasses.asdict(other)
-    return [f"{key} is {ours[key]!r} here, {theirs[key]!r} there" for key in ours if ours[key] != theirs[key]]
+    ours, theirs = (x.as_dict() if hasattr(x, "as_dict") else dataclasses.asdict(x) for x in (config, other))
+    names = [key for key in ours | theirs if ours.get(key) != theirs.get(key)]
+    return [f"{key} is {ours.get(key)!r} here, {theirs.get(key)!r} there" for key in names]

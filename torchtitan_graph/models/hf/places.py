@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import ModuleType
+from typing import Protocol
 
 from torch import Tensor, nn
 
 from torchtitan_graph.errors import UserError
+from torchtitan_graph.models.hf.files import Ranges
 from torchtitan_graph.models.layers.stored import Stored
+from torchtitan_graph.parallel.chunk import chunk_of
+
+
+class Files(Protocol):
+    """A folder's tensors."""
+
+    def names(self) -> set[str]: ...
+    def shape(self, name: str) -> tuple[int, ...]: ...
+    def read(self, name: str, ranges: Ranges) -> Tensor: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +38,32 @@ class Place:
         if "#" not in self.stored.name:
             return [self.stored.name]
         return [self.stored.name.replace("#", str(expert)) for expert in range(self.tensor.shape[0])]
+
+    def under(self, prefix: str) -> Place:
+        """Return the place where the files' names have a prefix."""
+        return dataclasses.replace(self, stored=dataclasses.replace(self.stored, name=prefix + self.stored.name))
+
+    def expected(self, files: object) -> dict[str, tuple[int, ...]]:
+        """Return the shapes that its file tensors must have."""
+        return dict.fromkeys(self.file_names(), self.stored.file_shape(tuple(self.tensor.shape)))
+
+    def pieces(self, folder: Files) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield parts of this rank's shard, live, and what the files hold of them: an expert at a time, or the whole
+        shard where there are none."""
+        local, offsets, shape = chunk_of(self.tensor)
+        if local.numel() == 0:
+            return
+        ranges = [(begin, begin + size) for begin, size in zip(offsets, local.shape, strict=True)]
+        if "#" in self.stored.name:
+            for i, target in enumerate(local):
+                one = dataclasses.replace(self.stored, name=self.stored.name.replace("#", str(offsets[0] + i)))
+                yield target, _read(folder, one, shape[1:], ranges[1:])
+        elif local.dim() == 3:
+            for i in range(local.shape[0]):
+                expert = offsets[0] + i
+                yield local[i : i + 1], _read(folder, self.stored, shape, [(expert, expert + 1), *ranges[1:]])
+        else:
+            yield local, _read(folder, self.stored, shape, ranges)
 
 
 def live_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -70,3 +107,21 @@ def tied_places(family: ModuleType, model: nn.Module) -> list[Place]:
     twice = {name: p for name, p in model.named_parameters(remove_duplicate=False) if name not in once}
     stored = {name: stored_as(family.HF_KEYS, name) for name in twice}
     return [Place(name, p, stored[name]) for name, p in twice.items() if stored[name] is not None]  # type: ignore[arg-type]
+
+
+def _read(folder: Files, stored: Stored, shape: tuple[int, ...], ranges: Ranges) -> Tensor:
+    """Return a slice of one of our tensors, of full size `shape`, from the file tensor that contains it."""
+    box, sizes = list(ranges), list(shape)
+    if stored.transpose:
+        box[-2:], sizes[-2:] = reversed(box[-2:]), reversed(sizes[-2:])
+    step, first = 1, 0
+    if stored.part is not None:
+        i, n = stored.part
+        begin, end = box[-1]
+        if stored.interleaved:
+            box[-1], step, first = (begin * n, end * n), n, i
+        else:
+            box[-1] = (begin + i * sizes[-1], end + i * sizes[-1])
+    found = folder.read(stored.name, box)
+    found = found[..., first::step] if step > 1 else found
+    return found.transpose(-1, -2) if stored.transpose else found

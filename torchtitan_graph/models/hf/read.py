@@ -5,7 +5,6 @@ At most one expert, or one matrix, of one tensor of the files is in memory at a 
 
 from __future__ import annotations
 
-import dataclasses
 import fnmatch
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,18 +12,18 @@ from types import ModuleType
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
 from torchtitan_graph.models.hf.architecture import config_of, differences, is_of, with_mtp_layers
-from torchtitan_graph.models.hf.files import Folder, Ranges, read_json
-from torchtitan_graph.models.hf.places import Place, places, tied_places
+from torchtitan_graph.models.hf.converted import Converted, converted_places
+from torchtitan_graph.models.hf.files import Folder, read_json
+from torchtitan_graph.models.hf.places import Place, live_tensors, places, tied_places
 from torchtitan_graph.models.hf.quantized import DequantizedFolder
-from torchtitan_graph.models.layers.stored import Stored
-from torchtitan_graph.parallel.chunk import chunk_of
 
 METHODS = ("fp8", "mxfp4")  # config.json's names of the methods that DequantizedFolder reads
+AnyPlace = Place | Converted
 NUMBERS = ("F64", "F32", "F16", "BF16")  # dtypes of files that need no scales
 
 
@@ -45,19 +44,25 @@ def load_weights(model: nn.Module, family: ModuleType, path: Path, *, quantized:
         UserError: the files can't be read, are quantized although `quantized` is false, or are of another model: then
             the message lists every missing, unknown and differently shaped tensor. Nothing has been copied.
     """
-    folder, prefix, wanted, tied = _match(model, family, path, quantized)
-    _tell_skipped(prefix, [*wanted, *tied], folder, _skippable(family, model))
+    folder, wanted, tied, skipped = _match(model, family, path, quantized)
+    if skipped:
+        logger.info(f"{folder.path}: {len(skipped)} tensors are no part of this model, such as {min(skipped)}")
     _check_config(model, family, path)
     for place in wanted:
-        _copy(place, prefix, folder)
+        for target, found in place.pieces(folder):
+            target.copy_(found)
     for place in tied:
-        _check_tied(place, prefix, folder)
+        for target, found in place.pieces(folder):
+            if not torch.equal(target.cpu(), found.to(target.dtype)):
+                name = place.file_names()[0]
+                raise UserError(f"{folder.path}: {name} is not what {place.ours} is tied to in config.json")
 
 
 def _match(
     model: nn.Module, family: ModuleType, path: Path, quantized: bool
-) -> tuple[DequantizedFolder, str, list[Place], list[Place]]:
-    """Open a folder; return it with the prefix of its names, the model's places in it, and those of tied parameters."""
+) -> tuple[DequantizedFolder, list[AnyPlace], list[AnyPlace], set[str]]:
+    """Open a folder; return it with the model's places in it, those of tied parameters, and the names of tensors that
+    are no part of the model."""
     folder = DequantizedFolder(Folder(path))
     _check_quantization(path)
     if folder.quantized() and not quantized:
@@ -65,11 +70,22 @@ def _match(
             f"{path} is quantized ({len(folder.quantized())} tensors, such as {min(folder.quantized())}): set "
             "checkpoint.initial_load_in_hf_quantized = true to turn it back into numbers (in Python: quantized=True)"
         )
-    wanted, tied = places(family, model), tied_places(family, model)
-    prefix = _prefix(family, wanted, folder)
-    tied = [place for place in tied if prefix + place.stored.name in folder.names()]
-    _check(prefix, [*wanted, *tied], folder, _skippable(family, model))
-    return folder, prefix, wanted, tied
+    wanted: list[AnyPlace]
+    tied: list[AnyPlace]
+    if getattr(model, "conversion", None) is not None:
+        wanted, tied, skippable = converted_places(model, folder)  # type: ignore[assignment]
+        there = {place.ours for place in wanted}
+        # What no file makes is missing under our name, which files of this library have.
+        mine = {name: tuple(x.shape) for name, x in live_tensors(model).items() if name not in there}
+        problems = [problem for place in [*wanted, *tied] if (problem := place.problem())]  # type: ignore[union-attr]
+    else:
+        prefix = _prefix(family, places(family, model), folder)
+        wanted = [place.under(prefix) for place in places(family, model)]
+        tied = [p for place in tied_places(family, model) if (p := place.under(prefix)).stored.name in folder.names()]
+        skippable, mine, problems = _skipped(folder.names(), _skippable(family, model)), {}, []
+    for place in [*wanted, *tied]:
+        mine |= place.expected(folder)
+    return folder, wanted, tied, _check(mine, problems, folder, skippable)
 
 
 def _prefix(family: ModuleType, wanted: Iterable[Place], folder: DequantizedFolder) -> str:
@@ -80,23 +96,26 @@ def _prefix(family: ModuleType, wanted: Iterable[Place], folder: DequantizedFold
     return next((prefix for prefix in prefixes if any(prefix + name in there for name in names)), prefixes[0])
 
 
-def _check(prefix: str, wanted: list[Place], folder: DequantizedFolder, skippable: list[str]) -> None:
+def _check(
+    mine: dict[str, tuple[int, ...]], problems: list[str], folder: DequantizedFolder, skippable: set[str]
+) -> set[str]:
     """Check the files against the tensors of all ranks together: those of a pipeline have different parts of the
-    model."""
-    mine = {
-        prefix + name: place.stored.file_shape(tuple(place.tensor.shape))
-        for place in wanted
-        for name in place.file_names()
-    }
-    by_rank = [mine]
+    model. Return the names of the tensors that are skipped.
+
+    Args:
+        mine: the shapes of the files' tensors that this rank needs.
+        problems: that are known already.
+    """
+    by_rank = [(mine, problems)]
     if dist.is_initialized():
         by_rank = by_rank * dist.get_world_size()
-        dist.all_gather_object(by_rank, mine)
-    expected = {name: shape for of_rank in by_rank for name, shape in of_rank.items()}
+        dist.all_gather_object(by_rank, (mine, problems))
+    expected = {name: shape for of_rank, _ in by_rank for name, shape in of_rank.items()}
     there = folder.names()
-    problems = [f"missing: {name}" for name in expected if name not in there]
+    problems = list(dict.fromkeys(problem for _, of_rank in by_rank for problem in of_rank))
+    problems += [f"missing: {name}" for name in expected if name not in there]
     unknown = there - expected.keys()
-    problems += [f"unknown: {name}" for name in sorted(unknown - _skipped(unknown, skippable))]
+    problems += [f"unknown: {name}" for name in sorted(unknown - skippable)]
     for name, shape in expected.items():
         if name in there and folder.shape(name) != shape:
             problems.append(f"{name}: shape {list(folder.shape(name))!s:.100}, but here {list(shape)}")
@@ -105,6 +124,7 @@ def _check(prefix: str, wanted: list[Place], folder: DequantizedFolder, skippabl
     if problems:
         more = f"\n  ... and {len(problems) - 20} more" if len(problems) > 20 else ""
         raise UserError(f"{folder.path} is of another model:\n  " + "\n  ".join(problems[:20]) + more)
+    return unknown
 
 
 def _skippable(family: ModuleType, model: nn.Module) -> list[str]:
@@ -113,14 +133,8 @@ def _skippable(family: ModuleType, model: nn.Module) -> list[str]:
     return [pattern.replace("{num_layers}", num_layers) for pattern in getattr(family, "HF_SKIPPED", ())]
 
 
-def _skipped(unknown: set[str], skippable: list[str]) -> set[str]:
-    return {name for name in unknown if any(fnmatch.fnmatchcase(name, pattern) for pattern in skippable)}
-
-
-def _tell_skipped(prefix: str, wanted: list[Place], folder: DequantizedFolder, skippable: list[str]) -> None:
-    names = {prefix + name for place in wanted for name in place.file_names()}
-    if skipped := _skipped(folder.names() - names, skippable):
-        logger.info(f"{folder.path}: {len(skipped)} tensors are no part of this model, such as {min(skipped)}")
+def _skipped(names: set[str], skippable: list[str]) -> set[str]:
+    return {name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in skippable)}
 
 
 def _check_config(model: nn.Module, family: ModuleType, path: Path) -> None:
@@ -149,54 +163,3 @@ def _check_quantization(path: Path) -> None:
                 f"{file}: {key} has the quant_method {method!r:.100}, which is not read here; {', '.join(METHODS)} are."
                 f" Convert the weights to plain numbers; where they are that already, take {key} out"
             )
-
-
-def _copy(place: Place, prefix: str, folder: DequantizedFolder) -> None:
-    for target, whole, stored, ranges in _pieces(place):
-        target.copy_(_read(folder, prefix, stored, whole, ranges))
-
-
-def _check_tied(place: Place, prefix: str, folder: DequantizedFolder) -> None:
-    """Check that a tied parameter's second tensor, where a file has one, is equal."""
-    for target, whole, stored, ranges in _pieces(place):
-        if not torch.equal(target.cpu(), _read(folder, prefix, stored, whole, ranges).to(target.dtype)):
-            raise UserError(f"{folder.path}: {prefix}{stored.name} is not what {place.ours} is tied to in config.json")
-
-
-def _pieces(place: Place) -> Iterable[tuple[Tensor, tuple[int, ...], Stored, Ranges]]:
-    """Yield the pieces of this rank's shard that are read at once: an expert, or the whole shard where there are none.
-
-    A piece is the live storage, the shape of the whole tensor that it is a slice of, its stored form, and the slice.
-    """
-    local, offsets, shape = chunk_of(place.tensor)
-    if local.numel() == 0:
-        return
-    ranges = [(begin, begin + size) for begin, size in zip(offsets, local.shape, strict=True)]
-    if "#" in place.stored.name:
-        for i, target in enumerate(local):
-            one = dataclasses.replace(place.stored, name=place.stored.name.replace("#", str(offsets[0] + i)))
-            yield target, shape[1:], one, ranges[1:]
-    elif local.dim() == 3:
-        for i in range(local.shape[0]):
-            expert = offsets[0] + i
-            yield local[i : i + 1], shape, place.stored, [(expert, expert + 1), *ranges[1:]]
-    else:
-        yield local, shape, place.stored, ranges
-
-
-def _read(folder: DequantizedFolder, prefix: str, stored: Stored, shape: tuple[int, ...], ranges: Ranges) -> Tensor:
-    """Return a slice of one of our tensors, of full size `shape`, from the file tensor that contains it."""
-    box, sizes = list(ranges), list(shape)
-    if stored.transpose:
-        box[-2:], sizes[-2:] = reversed(box[-2:]), reversed(sizes[-2:])
-    step, first = 1, 0
-    if stored.part is not None:
-        i, n = stored.part
-        begin, end = box[-1]
-        if stored.interleaved:
-            box[-1], step, first = (begin * n, end * n), n, i
-        else:
-            box[-1] = (begin + i * sizes[-1], end + i * sizes[-1])
-    found = folder.read(prefix + stored.name, box)
-    found = found[..., first::step] if step > 1 else found
-    return found.transpose(-1, -2) if stored.transpose else found

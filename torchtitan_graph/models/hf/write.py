@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.models.hf.files import INDEX, SINGLE, NewFolder, num_bytes, read_json
-from torchtitan_graph.models.hf.places import Place, places
+from torchtitan_graph.models.hf.places import Place, live_tensors, places
+from torchtitan_graph.models.layers.stored import Stored
 from torchtitan_graph.parallel.agree import on_rank_0
 from torchtitan_graph.parallel.chunk import gather_whole
 
@@ -55,7 +56,7 @@ def save_weights(
     """
     if not hasattr(family, "to_hf_config"):
         raise UserError(f"{family.__name__} defines no to_hf_config, which a config.json is written by: see llama3.py")
-    units = _units(places(family, model), dtype)
+    units = _units(family, model, dtype)
     files = _pack(units, file_bytes)
     names = [f"model-{i + 1:05}-of-{len(files):05}.safetensors" for i in range(len(files))] if files[1:] else [SINGLE]
     writer = _Writer(path, replace)
@@ -146,9 +147,27 @@ class _Unit:
         return {names[0]: whole.contiguous()}
 
 
-def _units(wanted: list[Place], dtype: torch.dtype | None) -> list[_Unit]:
+class _ConvertedUnit(_Unit):
+    """Tensors of a model that its own conversion turns into those of files, together."""
+
+    def __init__(self, conversion: Any, tensors: dict[str, Tensor], dtype: torch.dtype | None):
+        super().__init__(next(iter(tensors)), dtype)
+        self.parts = [Place(name, x, Stored(name)) for name, x in tensors.items()]
+        self._conversion = conversion
+
+    def file_tensors(self, found: list[Tensor]) -> dict[str, Tensor]:
+        whole = {place.ours: x.cpu() for place, x in zip(self.parts, found, strict=True)}
+        copies = self._conversion.to_files(whole)
+        return {name: x.clone(memory_format=torch.contiguous_format) for name, x in copies.items()}
+
+
+def _units(family: ModuleType, model: nn.Module, dtype: torch.dtype | None) -> list[_Unit]:
+    if (conversion := getattr(model, "conversion", None)) is not None:
+        tensors = live_tensors(model)
+        groups = conversion.written_together(tensors)
+        return [_ConvertedUnit(conversion, {name: tensors[name] for name in group}, dtype) for group in groups]
     units: dict[str, _Unit] = {}
-    for place in wanted:
+    for place in places(family, model):
         units.setdefault(place.stored.name, _Unit(place.stored.name, dtype)).parts.append(place)
     for unit in units.values():
         unit.parts.sort(key=lambda place: place.stored.part or (0, 1))

@@ -34,6 +34,12 @@ TOKENS_AT_A_TIME = 2**20  # whose positions are counted
 LOAD = ".load"  # suffix of the state's name with a mixture's slots per expert
 
 
+def check_attn(attn: str) -> None:
+    """Raise a UserError for a name that is none of ATTENTION."""
+    if attn not in ATTENTION:
+        raise UserError(f"attn = {attn!r}: a model computes attention by {' or '.join(ATTENTION)}")
+
+
 class DecoderConfig(Protocol):
     """Fields of every family's config."""
 
@@ -126,10 +132,12 @@ class Decoder(nn.Module):
         UserError: `attn` is none of ATTENTION.
     """
 
+    projects_last = True  # the logits are what the output layer returns
+    conversion: Any = None  # of another library's model: how the tensors of files become its own
+
     def __init__(self, config: DecoderConfig, attn: str, blocks: Sequence[nn.Module]):
         super().__init__()
-        if attn not in ATTENTION:
-            raise UserError(f"attn = {attn!r}: a model computes attention by {' or '.join(ATTENTION)}")
+        check_attn(attn)
         self.config: Any = config
         self.attn = attn
         self.ahead_weight = 0.0  # weight of the losses of `AheadBlock`s

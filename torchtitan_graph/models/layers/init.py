@@ -9,7 +9,7 @@ below. Where none says it, a `bias` starts as zeros, and a `weight` of one dimen
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -33,9 +33,15 @@ class Residual(NamedTuple):
     std: float
 
 
+class Drawn(NamedTuple):
+    """Initial values by a function of the shape and a seed, on the CPU."""
+
+    draw: Callable[[torch.Size, int], Tensor]
+
+
 STD = 0.02
 RESIDUAL = Residual(STD)
-Initial = float | Constant | Residual | None  # a standard deviation, 0 for zeros; None for ones
+Initial = float | Constant | Residual | Drawn | None  # a standard deviation, 0 for zeros; None for ones
 _TORCH: Mapping[type[nn.Module], Mapping[str, Initial]] = {
     nn.Linear: {"weight": STD, "bias": 0.0},
     nn.Embedding: {"weight": STD},
@@ -63,8 +69,12 @@ def said_initial(model: nn.Module, name: str) -> tuple[bool, Initial]:
 
 def generator_for(seed: int, name: str, device: torch.device) -> torch.Generator:
     """Return the parameter's own generator."""
+    return torch.Generator(device).manual_seed(_seed_of(seed, name))
+
+
+def _seed_of(seed: int, name: str) -> int:
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+    return int.from_bytes(digest[:8], "big") >> 1
 
 
 def initial_weight(
@@ -72,6 +82,8 @@ def initial_weight(
 ) -> Tensor:
     """Return one parameter's full initial values: normal, cut at three standard deviations, or constant."""
     assert not isinstance(initial, Residual), name  # the model knows its depth
+    if isinstance(initial, Drawn):
+        return initial.draw(shape, _seed_of(seed, name)).to(device, dtype)
     full = torch.empty(shape, device=device, dtype=dtype)
     if initial is None or isinstance(initial, Constant):
         return full.fill_(1.0 if initial is None else initial.value)
@@ -110,3 +122,17 @@ def initialize_buffers(model: nn.Module) -> None:
                 f"the buffer {name} has no values: a model is built without memory, so what __init__ computes is lost; "
                 "give its module a method init_buffers(self) that fills it in place, or compute it in forward"
             )
+
+
+def allocate(model: nn.Module, dtype: torch.dtype) -> None:
+    """Allocate memory for a model on meta: tied parameters stay tied, unlike with `to_empty`. Buffers are
+    initialized."""
+    new = {p: nn.Parameter(torch.empty(p.shape, dtype=dtype)) for p in model.parameters()}
+    for module in model.modules():
+        for leaf, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[leaf] = new[parameter]
+        for leaf, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[leaf] = torch.empty_like(buffer, device="cpu")
+    initialize_buffers(model)

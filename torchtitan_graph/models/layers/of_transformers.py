@@ -1,0 +1,173 @@
+"""The attention, masks and experts that models of transformers compute with here, called through its registries."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchtitan_graph.errors import UserError
+from torchtitan_graph.models.layers.attention import Seen, attend
+from torchtitan_graph.models.layers.masks import Mask, as_bias
+from torchtitan_graph.ops.experts import grouped_add, grouped_mm, permuted
+from torchtitan_graph.transformers_private import documents_by_masks, register, rule_of
+
+# Arguments of its attention that say what the mask, or our own attention, says already.
+_KNOWN = ("sliding_window", "position_ids", "is_causal", "output_router_logits", "deterministic", "layer_idx")
+_KNOWN += ("cache_position", "position_embeddings", "cu_seq_lens_q", "cu_seq_lens_k")
+
+
+@dataclasses.dataclass
+class Running:
+    """A forward pass that runs.
+
+    names   of the model's blocks
+    masks   by rule
+    found   in the first one, on meta: a stand-in for the mask of each rule that the model asks for
+    calls   in the first one: each module that attends, and the rule of its mask
+    loads   number of slots of each expert, by the experts' name
+    """
+
+    names: Mapping[nn.Module, str]
+    masks: Mapping[str, Mask] = dataclasses.field(default_factory=dict)
+    found: dict[str, Tensor] | None = None
+    calls: list[tuple[nn.Module, str]] = dataclasses.field(default_factory=list)
+    loads: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+
+
+_running: list[Running] = []  # transformers' functions take no argument of ours
+_loads: list[dict[str, Tensor]] = []  # of the block that runs
+
+
+@contextlib.contextmanager
+def run_with(running: Running) -> Iterator[None]:
+    """Let the functions below know of the forward pass that runs."""
+    _running.append(running)
+    try:
+        with documents_by_masks():
+            yield
+    finally:
+        _running.pop()
+
+
+def mask_of(
+    *_: Any, mask_function: Callable[..., Any], local_size: int | None = None, dtype: torch.dtype, **__: Any
+) -> Mask:
+    """Return the mask of the batch for the rule that transformers describes."""
+    rule, running = rule_of(mask_function, local_size), _running[-1]
+    if running.found is not None:
+        return running.found.setdefault(rule, torch.zeros(1, 1, 8, 8, device="meta"))
+    return as_bias(running.masks[rule], dtype)
+
+
+def attention_of(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Mask | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **more: Any,
+) -> tuple[Tensor, None]:
+    """Return the attention (B, L, N, H) of queries (B, N, L, H) and keys and values with as many heads or fewer.
+
+    Raises:
+        UserError: it has no mask, dropout, or arguments of another attention.
+    """
+    if unknown := [name for name, x in more.items() if x is not None and x is not False and name not in _KNOWN]:
+        raise UserError(f"its attention is given {', '.join(unknown)}, which is not supported here")
+    if dropout:
+        raise UserError("its attention has dropout, which draws random numbers: a graph can't")
+    q_BLNH, k_BLKH, v_BLKH = (x.transpose(1, 2) for x in (query, key, value))
+    running = _running[-1] if _running else None  # none where backward computes a block again
+    if running is not None and running.found is not None:
+        rule = next((rule for rule, mask in running.found.items() if mask is attention_mask), None)
+        if rule is None:
+            raise UserError(f"{type(module).__name__} attends without a mask, or with one of its own")
+        running.calls.append((module, rule))
+        return q_BLNH.new_empty(*q_BLNH.shape[:3], v_BLKH.shape[-1]), None
+    cap = None if softcap is None else lambda score, b, h, q, kv: softcap * torch.tanh(score / softcap)
+    k_BLKH, v_BLKH = module.seen(k_BLKH, v_BLKH)  # type: ignore[operator]
+    assert attention_mask is not None
+    out_BLNH = attend(q_BLNH, k_BLKH, v_BLKH, attention_mask, scale=scaling, sinks_N=s_aux, score=cap)
+    return out_BLNH, None
+
+
+class Rows(nn.Module):
+    """The experts' own part: products of rows that lie by expert. Its parameters are the experts module's; expert
+    parallelism exchanges rows around it."""
+
+    def __init__(self, experts: nn.Module):
+        super().__init__()
+        self.of: Any = (experts,)  # in a tuple: not a module inside of this one
+
+    def forward(self, x_SD: Tensor, load_E: Tensor) -> Tensor:
+        experts, offsets_E = self.of[0], load_E.cumsum(0).to(torch.int32)
+
+        def linear(x: Tensor, name: str) -> Tensor:
+            y = grouped_mm(x, getattr(experts, name), offsets_E, transposed=not experts.is_transposed)
+            return grouped_add(y, getattr(experts, f"{name}_bias"), offsets_E) if experts.has_bias else y
+
+        if experts.has_gate:
+            inner_SF = experts._apply_gate(linear(x_SD, "gate_up_proj"))
+        else:
+            inner_SF = experts.act_fn(linear(x_SD, "up_proj"))
+        y_SD = linear(inner_SF, "down_proj")
+        return experts.post_expert_norm(y_SD) if experts.has_post_expert_norm else y_SD
+
+
+def experts_of(experts: nn.Module, x_TD: Tensor, chosen_TA: Tensor, weights_TA: Tensor) -> Tensor:
+    """Return the weighted sum of the chosen experts' results. See Note [Experts in a static graph]."""
+    expert_S, order_S = chosen_TA.flatten().sort(stable=True)
+    inverse_S = torch.empty_like(order_S).scatter(0, order_S, torch.arange(order_S.shape[0], device=order_S.device))
+    numbers_E = torch.arange(experts.all_experts, device=order_S.device)  # type: ignore[call-overload]
+    offsets_E = torch.searchsorted(expert_S, numbers_E, right=True)
+    load_E = offsets_E.diff(prepend=offsets_E.new_zeros(1))
+    _loads[-1][experts.name] = load_E  # type: ignore[index]
+    y_SD = experts.rows(permuted(x_TD, order_S, inverse_S, chosen_TA.shape[1]), load_E)  # type: ignore[operator]
+    y_TAD = permuted(y_SD, inverse_S, order_S).unflatten(0, chosen_TA.shape)
+    return (y_TAD * weights_TA.unsqueeze(-1).to(y_TAD.dtype)).sum(1).to(x_TD.dtype)
+
+
+def adapt_experts(block: nn.Module) -> None:
+    """Give a block's experts what `experts_of` needs of them; the block returns their loads too, as it is traced alone,
+    and a hook takes them off again."""
+    experts = {name: module for name, module in block.named_modules() if hasattr(module, "_is_expert_parallel")}
+    for name, module in experts.items():
+        module.name, module.all_experts, module.rows = name, module.num_experts, Rows(module)  # type: ignore[assignment]
+    if experts:
+        block.forward = partial(_with_loads, block.forward)
+        block._forward_hooks[0] = _take_loads
+
+
+def _with_loads(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Tensor]]:
+    _loads.append({})
+    try:
+        return forward(*args, **kwargs), _loads[-1]
+    finally:
+        _loads.pop()
+
+
+def _take_loads(block: nn.Module, args: Any, result: Any) -> Any:
+    y, loads = result
+    if _running:
+        running = _running[-1]
+        running.loads |= {f"{running.names[block]}.{experts}": load_E for experts, load_E in loads.items()}
+    return y
+
+
+def adapt_attention(modules: list[nn.Module]) -> None:
+    """Give the modules that attend the one at which context parallelism gathers keys and values."""
+    for module in modules:
+        module.seen = Seen()
+
+
+register(attention_of, mask_of, experts_of)

@@ -1,0 +1,467 @@
+"""Any causal language model of the library transformers, unmodified, as a family.
+
+The model is what `AutoModelForCausalLM.from_config` builds. transformers' registries take our attention, masks and
+experts (layers/of_transformers.py), so packed documents stay apart; its plan of tensor parallelism becomes ours, and
+parameters keep its names. What can't be a traced step is refused by name when the model is built.
+
+A flavour is the default configuration of a `model_type`, such as mistral; `debugmodel` a small llama.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import json
+import re
+import traceback
+from collections.abc import Callable, Container, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchtitan_graph.capture.step import SideOutputs
+from torchtitan_graph.errors import UserError
+from torchtitan_graph.models.layers.decoder import LOAD, Decoder, check_attn
+from torchtitan_graph.models.layers.init import Constant, Drawn, Initial, allocate
+from torchtitan_graph.models.layers.masks import Rule, all_of, begins_of, causal, chunked, same_document, sliding
+from torchtitan_graph.models.layers.of_transformers import Rows, Running, adapt_attention, adapt_experts, run_with
+from torchtitan_graph.transformers_private import (
+    Conversion,
+    attribute_map,
+    build,
+    class_name,
+    default_keys,
+    drawn,
+    keys_of,
+    model_types,
+    tensor_parallel_plan,
+    text_config,
+)
+
+# The sizes that a smaller model has less of, and their names in transformers' configurations.
+SIZES = {
+    "dim": "hidden_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "ffn_dim": "intermediate_size",
+    "moe_ffn_dim": "moe_intermediate_size",
+    "num_experts": "num_local_experts",
+    "top_k": "num_experts_per_tok",
+    "vocab_size": "vocab_size",
+    "tied": "tie_word_embeddings",
+    "window": "sliding_window",
+}
+# Keys of a config.json that are not the architecture: of the file, or of generation.
+_OTHER = (
+    "transformers_version",
+    "architectures",
+    "dtype",
+    "torch_dtype",
+    "_name_or_path",
+    "use_cache",
+    "output_router_logits",
+)
+_OTHER += ("bos_token_id", "eos_token_id", "pad_token_id", "quantization_config", "auto_map")
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """A configuration of transformers: `rest` is the JSON of its keys that have no field here."""
+
+    rest: str
+    dim: int
+    num_layers: int
+    vocab_size: int
+    num_heads: int = 1
+    num_kv_heads: int = 0
+    head_dim: int = 0
+    ffn_dim: int = 0
+    moe_ffn_dim: int = 0
+    num_experts: int = 0
+    top_k: int = 0
+    window: int = 0
+    tied: bool = False
+    layer_types: tuple[str, ...] = ()
+    norm_eps: float = 0.0  # its own modules have it
+
+    def __post_init__(self) -> None:  # another number of layers repeats or cuts their types
+        object.__setattr__(self, "layer_types", tuple((list(self.layer_types) * self.num_layers)[: self.num_layers]))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the keys of a config.json, with transformers' names."""
+        raw = json.loads(self.rest)
+        attributes = attribute_map(raw["model_type"])
+        sizes = {attributes.get(theirs, theirs): getattr(self, ours) for ours, theirs in SIZES.items()}
+        if "qk_rope_head_dim" in raw:  # latent attention: the width of heads is the sum of others
+            sizes |= {"head_dim": raw["qk_rope_head_dim"], "num_key_value_heads": self.num_heads}
+        known = default_keys(raw["model_type"])
+        raw |= {name: x for name, x in sizes.items() if name in known and (x or isinstance(x, bool))}
+        return raw | ({"layer_types": list(self.layer_types)} if self.layer_types else {})
+
+    def of_transformers(self) -> Any:
+        """Return transformers' object of it."""
+        return text_config(self.as_dict() | {"pad_token_id": None, "output_router_logits": False, "use_cache": False})
+
+
+def from_hf_config(raw: dict[str, Any]) -> Config:
+    """Return the configuration in a config.json: of the language model, where that is one part of several.
+
+    Raises:
+        UserError: transformers has no such causal language model, or it draws random numbers in training.
+    """
+    config = text_config(raw)
+    sizes = {ours: getattr(config, theirs, None) for ours, theirs in SIZES.items()}
+    lacking = [SIZES[name] for name in ("dim", "num_layers", "vocab_size") if not isinstance(sizes[name], int)]
+    if lacking:
+        raise UserError(f"model_type = {config.model_type!r}: its configuration has no {', '.join(lacking)}")
+    keys = keys_of(config)
+    if dropout := [f"{k} = {x}" for k, x in keys.items() if _is_dropout(k) and isinstance(x, (int, float)) and x > 0]:
+        raise UserError(
+            f"{', '.join(dropout)}: dropout draws random numbers, which a graph can't; set it to 0 in config.json"
+        )
+    apart = {*_OTHER, "layer_types", *(config.attribute_map.get(name, name) for name in SIZES.values())}
+    rest = {name: x for name, x in keys.items() if name not in apart}
+    found = {name: x for name, x in sizes.items() if isinstance(x, (int, bool))}
+    return Config(json.dumps(rest, sort_keys=True), layer_types=tuple(keys.get("layer_types") or ()), **found)
+
+
+def _is_dropout(name: str) -> bool:
+    return "dropout" in name or "pdrop" in name or "drop_rate" in name or name == "router_jitter_noise"
+
+
+def to_hf_config(config: Config) -> dict[str, Any]:
+    """Return a config.json."""
+    theirs = config.of_transformers()
+    keys = {name: x for name, x in keys_of(theirs).items() if name not in _OTHER}
+    return {"architectures": [class_name(theirs)], **keys, "pad_token_id": None}
+
+
+class Flavors(Mapping[str, Config]):
+    """The default configurations by model type. Iteration yields those that tests train."""
+
+    def __getitem__(self, name: str) -> Config:
+        if name == "debugmodel":
+            sizes = dict(hidden_size=256, num_hidden_layers=6, num_attention_heads=16, intermediate_size=768)
+            return from_hf_config({"model_type": "llama", "vocab_size": 2048, "num_key_value_heads": 16, **sizes})
+        if name not in model_types():
+            raise KeyError(name)
+        raw = keys_of(text_config({"model_type": name}))
+        return from_hf_config({key: 0.0 if _is_dropout(key) and x else x for key, x in raw.items()})
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(["debugmodel"])
+
+    def __len__(self) -> int:
+        return 1
+
+    def __contains__(self, name: object) -> bool:
+        return name == "debugmodel" or name in model_types()
+
+
+FLAVORS = Flavors()
+HF_ARCHITECTURES = ("*",)
+
+# A model has its own: they follow from its modules.
+PLAN: dict[str, dict[str, str]] = {}
+HF_KEYS: dict[str, str] = {}
+
+
+class _Unread:
+    """A layer's number, in its place while the model is looked at: only caches want it, and layers that are alike would
+    differ by it. A layer that does read it keeps it."""
+
+    def _fail(self, *_: Any) -> Any:
+        raise _Read
+
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __bool__ = __index__ = __int__ = __hash__ = __mod__ = _fail  # type: ignore[assignment]
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __truediv__ = __floordiv__ = __str__ = __format__ = _fail  # type: ignore[assignment]
+
+
+class _Read(Exception):
+    pass
+
+
+class _Elsewhere(nn.Module):
+    """In the place of a module that another pipeline stage has."""
+
+    def forward(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
+        return x
+
+
+class _Given(nn.Module):
+    """In the place of a module: a call of it runs a function."""
+
+    def __init__(self, call: Callable[..., Any]):
+        super().__init__()
+        self.call = call
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.call(*args, **kwargs)
+
+
+@functools.cache  # one for all layers, which stay alike
+def _first_by_position(name: str) -> Callable[[nn.Module, Any, dict[str, Any]], Any]:
+    """Return a hook before forward that gives the argument of that name by its position, which is the first."""
+
+    def hook(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        return (args, kwargs) if args else ((kwargs.pop(name),), kwargs)
+
+    return hook
+
+
+class Model(Decoder):
+    """A causal language model of transformers.
+
+    Raises:
+        UserError: it can't be a traced step, named with the line that can't, or has no list of layers.
+    """
+
+    def __init__(self, config: Config, attn: str = "sdpa"):
+        nn.Module.__init__(self)
+        check_attn(attn)
+        theirs, values = build(config.of_transformers())
+        # In a tuple: it is not a module inside of this one, but shares its modules, which so keep their names.
+        self._theirs, self._values, self.config, self.attn = (theirs,), (values,), config, attn
+        self.__dict__ |= {key: vars(theirs)[key] for key in ("_modules", "_parameters", "_buffers")}
+        self.ahead_weight, self.num_parts, self.parts_differ = 0.0, 1, False
+        self.conversion = Conversion(theirs)
+        number = theirs.config.num_hidden_layers
+        lists = [n for n, m in theirs.named_modules() if isinstance(m, nn.ModuleList) and len(m) == number]
+        if not lists:
+            raise UserError(f"{type(theirs).__name__} has no list of its num_hidden_layers = {number} layers")
+        self._list = min(lists, key=lambda name: name.count("."))
+        names = {module: name for name, module in self.named_modules()}
+        if theirs.get_output_embeddings() is None:
+            raise UserError(f"{type(theirs).__name__} has no output layer (get_output_embeddings)")
+        self._ends = names[theirs.get_input_embeddings()], names[theirs.get_output_embeddings()]
+        self._names = {block: name for name, block in self.blocks.items()}
+        for block in self.blocks.values():
+            adapt_experts(block)
+        self._look()
+        self._make_plan()
+        if torch.get_default_device().type != "meta":
+            allocate(self, torch.float32)
+
+    # --- what a model is made of ---
+
+    def _look(self) -> None:
+        """Run the model once on meta: see which masks there are, which block's attention takes which, whether layers
+        read their numbers, and whether the logits are what the output layer returns."""
+        theirs = self._theirs[0]
+        numbered = [(m, m.layer_idx) for m in self.get_submodule(self._list).modules() if hasattr(m, "layer_idx")]
+        row, out = torch.arange(8, device="meta").unsqueeze(0), self.get_submodule(self._ends[1])
+        running, projected = Running(self._names, found={}), list[Tensor]()
+        handle = out.register_forward_hook(lambda module, args, y: projected.append(y))
+        try:
+            for is_read in (False, True):
+                for module, number in numbered:
+                    module.layer_idx = number if is_read else _Unread()  # type: ignore[assignment]
+                running, projected = Running(self._names, found={}), []
+                try:
+                    with run_with(running), torch.no_grad(), torch.device("meta"):
+                        logits = theirs(input_ids=row, position_ids=row, use_cache=False).logits
+                    break
+                except _Read:
+                    pass
+        except UserError as error:
+            raise UserError(f"{type(theirs).__name__}: {error}") from error
+        except Exception as error:
+            raise UserError(f"{type(theirs).__name__} can't be traced: {error} ({_line_of(error)})") from error
+        finally:
+            handle.remove()
+        self.projects_last = len(projected) == 1 and projected[0] is logits
+        names = {module: name for name, module in self.named_modules()}
+        self._rules, self._attentions = (
+            list(running.found or {}),
+            list(dict.fromkeys(names[m] for m, _ in running.calls)),
+        )
+        rules: dict[str, str] = {}
+        for module, rule in running.calls:
+            block = next((b for b in self.blocks if names[module].startswith(f"{b}.")), None)
+            if block is None:
+                raise UserError(f"{type(theirs).__name__}: {names[module]} attends outside of {self._list}")
+            rules[block] = rule
+        for name, block in self.blocks.items():
+            block.mask = rules.get(name, "causal")  # type: ignore[assignment]
+        mixing = [name for name in self.blocks if name not in rules]
+        self.mixes_documents = ", ".join(mixing[:3]) if mixing else "its state" if theirs._is_stateful else None
+        adapt_attention([self.get_submodule(name) for name in self._attentions])
+
+    def _make_plan(self) -> None:
+        """Translate transformers' plan of tensor parallelism. A parameter whose style has no role here gets none, so
+        that tensor parallelism is refused by its name."""
+        theirs = self._theirs[0]
+        plan: dict[str, dict[str, str]] = {}
+        partial, refused = set[str](), {_starred(name) for name in self._attentions}
+        for pattern, style in tensor_parallel_plan(theirs).items():
+            if style == "colwise":
+                plan[f"{pattern}.weight"] = plan[f"{pattern}.bias"] = {"tp": "shard 0"}
+            elif style == "rowwise" and not pattern.endswith("experts.down_proj"):
+                plan[f"{pattern}.weight"], plan[f"{pattern}.bias"] = {"tp": "shard 1"}, {"tp": "share"}
+                partial.add(pattern.rpartition(".")[0])
+            elif style != "replicated_with_grad_allreduce":
+                refused.add(pattern)
+        refused -= partial
+        plan |= {name: {"tp": "partial"} for name in partial}
+        plan |= {self._ends[0]: {"tp": "embedding"}, self._ends[1]: {"tp": "vocabulary"}}
+        for name, module in self.named_modules():
+            if _starred(name) in partial:  # sums are taken of a module's first argument, by position
+                first = next(iter(inspect.signature(module.forward).parameters))
+                module._forward_pre_hooks[0] = _first_by_position(first)  # type: ignore[assignment]
+                module._forward_pre_hooks_with_kwargs[0] = True
+            if isinstance(module, Rows):
+                plan[_starred(name)] = {"ep": "dispatch"}
+        for name, _ in self.named_parameters(remove_duplicate=False):
+            owner, starred = name.rpartition(".")[0], _starred(name)
+            if hasattr(self.get_submodule(owner), "rows"):
+                plan[starred] = {"ep": "expert"}
+            elif owner not in self._ends and not any(starred.startswith(f"{pattern}.") for pattern in refused):
+                plan.setdefault(starred, {"tp": "replicate"})
+        plan |= {f"{_starred(name)}.seen": {"cp": "context"} for name in self._attentions}
+        self.PLAN = plan
+
+    @property
+    def blocks(self) -> dict[str, nn.Module]:
+        every = self.get_submodule(self._list).named_children()
+        return {f"{self._list}.{n}": m for n, m in every if not isinstance(m, _Elsewhere)}
+
+    @property
+    def tok_embeddings(self) -> Any:
+        found = self.get_submodule(self._ends[0])
+        return None if isinstance(found, _Elsewhere) else found
+
+    @property
+    def output(self) -> Any:
+        return self.get_submodule(self._ends[1])
+
+    @property
+    def modules_in_order(self) -> list[str]:
+        base = self._list.rpartition(".")[0]
+        children = self.get_submodule(base).named_children()
+        inside = [f"{base}.{n}" for n, m in children if next(m.parameters(), None) is not None]
+        at = inside.index(self._list)
+        return [*inside[:at], *self.blocks, *inside[at + 1 :], self._ends[1]]
+
+    def keep(self, names: Container[str]) -> None:
+        for name in self.modules_in_order:
+            if name not in names and not (name == self._ends[0] and self.config.tied and self._ends[1] in names):
+                self._replace(name, _Elsewhere())
+
+    def _replace(self, name: str, module: nn.Module) -> nn.Module:
+        """Put a module in the place of another, and return that."""
+        owner, _, leaf = name.rpartition(".")
+        held = self.get_submodule(owner)._modules
+        old, held[leaf] = held[leaf], module
+        assert old is not None
+        return old
+
+    # --- how it trains ---
+
+    def mask_rules(self, documents_BL: Tensor, positions_BL: Tensor) -> dict[str, Rule]:
+        rules, base = dict[str, Rule](), all_of(causal, same_document(documents_BL))
+        for name in self._rules:
+            kind, _, size = name.partition(" ")
+            more = {"window": sliding, "chunk": lambda size: chunked(positions_BL, size)}
+            rules[name] = base if kind == "causal" else all_of(base, more[kind](int(size)))
+        return rules
+
+    def segments(self, documents_BL: Tensor, positions_BL: Tensor) -> dict[str, Tensor]:
+        found = dict[str, Tensor]()
+        for name in self._rules:
+            kind, _, size = name.partition(" ")
+            if kind != "window":
+                numbers = [documents_BL] if kind == "causal" else [documents_BL, positions_BL // int(size)]
+                found[name] = begins_of(*numbers)
+        return found
+
+    def num_visible(self, positions_BL: Tensor) -> dict[str, Tensor]:
+        sizes = {name: int(name.partition(" ")[2] or 0) for name in self._rules}
+        return {
+            name: positions_BL % size + 1 if name.startswith("chunk") else (positions_BL + 1).clamp(max=size or None)
+            for name, size in sizes.items()
+        }
+
+    def after_step(self, state: Mapping[str, Tensor]) -> None:
+        """Do nothing: the only state is the experts' loads, which are metrics."""
+
+    def init_buffers(self) -> None:
+        """Fill in the tables that __init__ computed."""
+        for name, buffer in self.named_buffers():
+            buffer.copy_(self._values[0][name])
+
+    def initial_std(self, name: str) -> Initial:
+        """Return how transformers draws a parameter: a normal one is drawn as those of other families, with its
+        deviation; a small one that is neither constant nor normal, as a decay by channel, by transformers itself."""
+        owner, _, leaf = name.rpartition(".")
+        module = self.get_submodule(owner)
+
+        def draw(sizes: torch.Size | None, seed: int = 0) -> Tensor:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)
+                return drawn(self._theirs[0], module, leaf, sizes).float()
+
+        corner = draw(None)
+        if corner.numel() == 1 or corner.min() == corner.max():
+            value = float(corner.flatten()[0])
+            return None if value == 1 else 0.0 if value == 0 else Constant(value)
+        if corner.dim() > 1 and corner.mean().abs() < corner.std() / 4:
+            return float(corner.std())
+        return Drawn(draw)
+
+    def forward(
+        self,
+        tokens_BL: Tensor,
+        positions_BL: Tensor | None = None,
+        masks: Mapping[str, Any] | None = None,
+        *,
+        side_outputs: bool = False,
+        only: Container[str] | None = None,
+        loss: Callable[[nn.Module, Tensor, int], Tensor] | None = None,
+    ) -> Any:
+        """Return as `Decoder.forward`. With `loss`, the output layer's call returns the loss where its result is the
+        logits; where a model changes them after it, the loss is computed of the logits."""
+        if positions_BL is None:
+            positions_BL = torch.arange(tokens_BL.shape[1], device=tokens_BL.device).expand_as(tokens_BL)
+        if masks is None:
+            masks = self.masks(torch.zeros_like(tokens_BL), positions_BL)
+        first, last = (only is None or end in only for end in self._ends)
+        put: dict[str, nn.Module] = {}
+        if only is not None:
+            put = {name: _Elsewhere() for name in self.modules_in_order if name not in only}
+        output, begin = self.output, next(name for name in self.modules_in_order if only is None or name in only)
+        if loss is not None and last:
+            put[self._ends[1]] = _Given(lambda x: loss(output, x, 0))
+        if not first:  # a model may scale what it takes for its embeddings: the stage begins with what it was sent
+            run = put.get(begin) or self.get_submodule(begin)
+            put[begin] = _Given(lambda _, *args, **kwargs: run(tokens_BL, *args, **kwargs))
+        running = Running(self._names, masks)
+        held = {name: self._replace(name, module) for name, module in put.items()}
+        try:
+            with run_with(running):
+                theirs = self._theirs[0] if last else self._theirs[0].base_model
+                given = {"input_ids" if first else "inputs_embeds": tokens_BL}
+                result = theirs(**given, position_ids=positions_BL, use_cache=False)[
+                    "logits" if last else "last_hidden_state"
+                ]
+        finally:
+            for name, module in held.items():
+                self._replace(name, module)
+        if not side_outputs:
+            return result
+        return result, SideOutputs({}, {f"{name}{LOAD}": load_E for name, load_E in running.loads.items()})
+
+
+def _line_of(error: BaseException) -> str:
+    """Return the last line of transformers' models that an error came from."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "transformers" in frame.filename]
+    models = [frame for frame in frames if "/models/" in frame.filename and "torchtitan_graph" not in frame.filename]
+    frame = (models or frames or traceback.extract_tb(error.__traceback__))[-1]
+    return f"{frame.filename.rpartition('/')[2]}, line {frame.lineno}: {frame.line}"
+
+
+def _starred(name: str) -> str:
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)

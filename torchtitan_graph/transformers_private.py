@@ -1,0 +1,310 @@
+"""All that is used of transformers beyond its documented interface, each with why, and what would replace it.
+
+Its registries of attention, masks and experts, its plans of tensor parallelism, its initialization of a module and its
+conversion of files' tensors are how it works inside; they change between its releases. Supported are 5.23 and 5.24.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import re
+import types
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, masking_utils
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    apply_converters,
+    dot_natural_key,
+    rename_source_key,
+    revert_weight_conversion,
+)
+from transformers.initialization import no_init_weights
+from transformers.integrations.moe import ExpertsInterface
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from torchtitan_graph.errors import UserError
+
+transformers.logging.set_verbosity_error()  # it warns of attention that it does not know, which is ours
+
+OURS = "torchtitan_graph"  # the name of our functions in its registries
+CORNER = 64  # of a parameter that is drawn to see how it starts, in each dim
+
+
+def register(attention: Callable[..., Any], mask: Callable[..., Any], experts: Callable[..., Any]) -> None:
+    """Let models that are built by `build` call our functions. The registry of experts is not documented: the public
+    name would be one beside AttentionInterface."""
+    AttentionInterface.register(OURS, attention)
+    AttentionMaskInterface.register(OURS, mask)
+    ExpertsInterface.register(OURS, experts)
+
+
+# --- configurations -------------------------------------------------------------------------------------------------
+
+
+def model_types() -> list[str]:
+    """Return the types of causal language models that this release knows, by `model_type` in config.json."""
+    return sorted(name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name in CONFIG_MAPPING)
+
+
+def text_config(raw: Mapping[str, Any]) -> Any:
+    """Return transformers' configuration of the language model in a config.json, alone.
+
+    Raises:
+        UserError: this release has no such model, or can't read its configuration.
+    """
+    kind, version = raw.get("model_type"), transformers.__version__
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+        raise UserError(f"model_type = {kind!r:.100} is none that transformers {version} knows")
+    try:
+        config = CONFIG_MAPPING[kind].from_dict(_decoded({**raw})).get_text_config(decoder=True)
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        raise UserError(f"transformers {version} can't read this configuration of {kind}: {error}") from error
+    except Exception as error:  # its validation's, of huggingface_hub
+        if "Validation" not in type(error).__name__:
+            raise
+        raise UserError(f"transformers {version} can't read this configuration of {kind}: {error}") from error
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UserError(f"model_type = {kind!r}: transformers {version} has no causal language model of it")
+    if getattr(config, "is_encoder_decoder", False):
+        raise UserError(f"model_type = {kind!r}: a decoder that reads an encoder's result can't be trained alone")
+    return config
+
+
+def keys_of(config: Any) -> dict[str, Any]:
+    """Return the keys of a configuration as in a config.json: infinity, which JSON has not, is an object there."""
+    return config._encode_special_floats(config.to_dict())  # type: ignore[no-any-return]
+
+
+def _decoded(raw: dict[str, Any]) -> dict[str, Any]:
+    return transformers.PreTrainedConfig._decode_special_floats(raw)  # type: ignore[no-any-return]
+
+
+@functools.cache
+def default_keys(kind: str) -> frozenset[str]:
+    """Return the keys in a config.json of a type."""
+    return frozenset(CONFIG_MAPPING[kind]().to_dict())
+
+
+def attribute_map(kind: str) -> dict[str, str]:
+    """Return the names in a config.json of a type's attributes that have the name of another type's."""
+    return dict(CONFIG_MAPPING[kind].attribute_map)
+
+
+def class_name(config: Any) -> str:
+    """Return the name of the class of a configuration's causal language model."""
+    return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__  # type: ignore[no-any-return]
+
+
+# --- models ---------------------------------------------------------------------------------------------------------
+
+
+def build(config: Any) -> tuple[nn.Module, dict[str, Tensor]]:
+    """Return the causal language model of a configuration on meta, and its buffers' values.
+
+    Its buffers are tables that __init__ computes, and no method fills in every model: so they are built on the CPU,
+    and only parameters are moved to meta, one by one, before they are written. torch.device("meta") would lose them.
+    """
+    register_parameter, values = nn.Module.register_parameter, {}
+
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:  # what is tied is there already
+            parameter = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+        register_parameter(module, name, parameter)
+
+    nn.Module.register_parameter = on_meta  # type: ignore[method-assign]
+    try:
+        with torch.device("cpu"):
+            with no_init_weights():
+                model = AutoModelForCausalLM.from_config(
+                    config, dtype=torch.float32, attn_implementation=OURS, experts_implementation=OURS
+                ).train()
+            model.tie_weights()  # a part of the initialization
+    except KeyError as error:
+        if error.args != (OURS,):
+            raise
+        raise UserError(
+            f"transformers' {class_name(config)} has attention of its own, for which ours has no place"
+        ) from None
+    except ImportError as error:
+        raise UserError(f"transformers' {class_name(config)} needs another package: {error}") from error
+    finally:
+        nn.Module.register_parameter = register_parameter  # type: ignore[method-assign]
+    for name, buffer in model.named_buffers():
+        owner, _, leaf = name.rpartition(".")
+        values[name] = buffer
+        model.get_submodule(owner)._buffers[leaf] = buffer.to("meta")
+    return model, values
+
+
+@contextlib.contextmanager
+def documents_by_masks() -> Iterator[None]:
+    """Run a model without its own search for documents, by jumps in positions: our masks have them, and the search
+    waits for the device."""
+    search = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = search
+
+
+def rule_of(mask_function: Callable[..., Any], local_size: int | None) -> str:
+    """Return the name of the mask that transformers describes by a function of functions: "causal", "window 512" or
+    "chunk 8192". They have no other description.
+
+    Raises:
+        UserError: it is made of others.
+    """
+    names, todo = set(), [mask_function]
+    while todo:
+        function = todo.pop()
+        names.add(function.__qualname__.partition(".")[0])
+        held = [cell.cell_contents for cell in function.__closure__ or ()]
+        inside = [y for x in held for y in (x if isinstance(x, tuple) else (x,))]
+        todo += [y for y in inside if isinstance(y, types.FunctionType)]
+    kinds = {"sliding_window_overlay": "window", "chunked_overlay": "chunk"}
+    other = names - {"and_masks", "causal_mask_function", *kinds}
+    if other or "causal_mask_function" not in names:
+        made = ", ".join(sorted(other)) or "no causal_mask_function"
+        raise UserError(f"its masks are made of {made}, which are no rules of this framework")
+    return next((f"{kinds[name]} {local_size}" for name in sorted(names) if name in kinds), "causal")
+
+
+def tensor_parallel_plan(model: nn.Module) -> dict[str, str]:
+    """Return the model's own plan: a pattern of names -> its style there, such as "colwise"."""
+    return dict(model.tp_plan or {})  # type: ignore[arg-type]
+
+
+def drawn(model: nn.Module, module: nn.Module, leaf: str, sizes: Sequence[int] | None) -> Tensor:
+    """Return a parameter as the model's `_init_weights` draws it: of these sizes, or a corner of it.
+
+    `_init_weights` takes a module and writes all of its parameters, which are on meta: so it gets a stand-in.
+    """
+    stand_in = object.__new__(next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule)))
+    stand_in.__dict__ |= vars(module)
+
+    def corner(name: str, x: Tensor) -> Tensor:
+        shape = sizes if sizes is not None and name == leaf else [min(size, CORNER) for size in x.shape]
+        return torch.zeros(shape, device="cpu")
+
+    parameters = {n: None if x is None else nn.Parameter(corner(n, x)) for n, x in module._parameters.items()}
+    buffers = {n: None if x is None else torch.zeros(x.shape, device="cpu") for n, x in module._buffers.items()}
+    stand_in.__dict__ |= {"_parameters": parameters, "_buffers": buffers, "padding_idx": None}
+    with torch.device("cpu"):
+        model._init_weights(stand_in)  # type: ignore[operator]
+    return parameters[leaf].detach()  # type: ignore[union-attr]
+
+
+# --- files ----------------------------------------------------------------------------------------------------------
+
+
+class Group(NamedTuple):
+    """Tensors of files that together become some of a model's.
+
+    files    names in the files by the pattern of the conversion that they match, in order; one for a tensor that is
+             only renamed
+    outputs  the shapes of the model's tensors that they become, by name
+    by_row   the i-th of each pattern's files is all that row i on dim 0, an expert, is made of
+    """
+
+    files: dict[str, list[str]]
+    outputs: dict[str, tuple[int, ...]]
+    by_row: bool
+    convert: Callable[[dict[str, list[Tensor]]], dict[str, Tensor]] | None
+
+    @property
+    def names(self) -> list[str]:
+        return [name for names in self.files.values() for name in names]
+
+
+class Conversion:
+    """How the tensors of a model's files become its parameters and buffers, and back: by transformers' own rules, which
+    know the names and forms of each release."""
+
+    def __init__(self, model: nn.Module):
+        self._model = model
+        self.names = set(model.state_dict())  # of all tensors, whichever of them a pipeline's stage has
+        self._there: dict[str, Any] = dict.fromkeys(self.names, True)  # as it looks names up
+        transforms = get_model_conversion_mapping(model)
+        self._renamings = [x for x in transforms if isinstance(x, WeightRenaming)]
+        self._converters = [x for x in transforms if isinstance(x, WeightConverter)]
+        self._reversed = [
+            x.reverse_transform()
+            for x in get_model_conversion_mapping(model, add_legacy=False)[::-1]
+            if isinstance(x, WeightConverter)
+        ]
+
+    def skips(self, name: str) -> bool:
+        """Return whether a tensor of the files is known to be no part of the model."""
+        patterns = [*(self._model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"]  # type: ignore[misc]
+        return any(re.search(pattern, name) for pattern in patterns)
+
+    def groups(self, shapes: Mapping[str, tuple[int, ...]]) -> list[Group]:
+        """Return the groups of files' tensors, given the shapes of all: what they become is computed on meta."""
+        found: dict[str, tuple[Any, dict[str, list[str]]]] = {}
+        for name in sorted(shapes, key=dot_natural_key):
+            target, pattern = rename_source_key(
+                name, self._renamings, self._converters, self._model.base_model_prefix, self._there
+            )
+            converter = next((x for x in self._converters if pattern in x.source_patterns), None)
+            _, files = found.setdefault(target, (converter if pattern else None, defaultdict(list)))
+            files[pattern or name].append(name)
+        return [self._group(target, converter, files, shapes) for target, (converter, files) in found.items()]
+
+    def _group(
+        self, target: str, converter: Any, files: dict[str, list[str]], shapes: Mapping[str, tuple[int, ...]]
+    ) -> Group:
+        if converter is None:
+            (name, *others) = [x for names in files.values() for x in names]
+            assert not others, (target, others)
+            return Group(files, {target: tuple(shapes[name])}, False, None)
+
+        def convert(tensors: dict[str, list[Tensor]]) -> dict[str, Tensor]:
+            own = copy.deepcopy(converter)
+            for pattern, xs in tensors.items():
+                for x, name in zip(xs, files[pattern], strict=False):
+                    own.add_tensor(target, name, pattern, x)
+            made = own.convert(target, model=self._model, config=self._model.config)
+            return {name: x[0] if isinstance(x, list) else x for name, x in made.items()}
+
+        def on_meta(count: int | None) -> dict[str, tuple[int, ...]]:
+            xs = {p: [torch.empty(shapes[n], device="meta") for n in names[:count]] for p, names in files.items()}
+            return {name: tuple(x.shape) for name, x in convert(xs).items()}
+
+        try:
+            outputs = on_meta(None)
+        except Exception as error:
+            raise UserError(
+                f"{target} can't be made of {', '.join(map(str, files.values()))!s:.200}: {error}"
+            ) from error
+        by_row = len(outputs) == 1 and {len(names) for names in files.values()} == {outputs[target][0]}
+        if by_row:
+            try:
+                by_row = on_meta(1) == {target: (1, *outputs[target][1:])}
+            except Exception:
+                by_row = False
+        return Group(dict(files), outputs, by_row, convert)
+
+    def written_together(self, names: Iterable[str]) -> list[list[str]]:
+        """Return the model's tensors in the groups that become tensors of files together."""
+        groups: dict[str, list[str]] = {}
+        for name in names:
+            key, pattern = apply_converters(name, self._reversed)
+            groups.setdefault(key if pattern else name, []).append(name)
+        return list(groups.values())
+
+    def to_files(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the files' tensors that a group of the model's becomes."""
+        return revert_weight_conversion(self._model, tensors)  # type: ignore[no-any-return]

@@ -415,6 +415,7 @@ def _open_corpus(
         tokenizer=blueprint.tokenizer,
         skip_not_utf8=blueprint.config.training.skip_not_utf8,
         seq_len=table.seq_len,
+        alone=blueprint.config.training.one_document_per_row,
         multiple=job.ROW_MULTIPLE if isinstance(table, job.Training) and table.dynamic_seq_len else None,
         local_batch_size=rows,
         dp_rank=blueprint.assembly.layout.data_rank,

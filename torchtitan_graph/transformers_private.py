@@ -131,14 +131,17 @@ def build(config: Any) -> tuple[nn.Module, dict[str, Tensor]]:
                     config, dtype=torch.float32, attn_implementation=OURS, experts_implementation=OURS
                 ).train()
             model.tie_weights()  # a part of the initialization
-    except KeyError as error:
-        if error.args != (OURS,):
-            raise
-        raise UserError(
-            f"transformers' {class_name(config)} has attention of its own, for which ours has no place"
-        ) from None
     except ImportError as error:
         raise UserError(f"transformers' {class_name(config)} needs another package: {error}") from error
+    except Exception as error:
+        if error.args == (OURS,):  # it has a table of attentions of its own
+            raise UserError(
+                f"transformers' {class_name(config)} has attention of its own, without a registry"
+            ) from None
+        kind = type(error).__name__
+        raise UserError(
+            f"transformers can't build {class_name(config)} of this configuration: {kind}: {error}"
+        ) from error
     finally:
         nn.Module.register_parameter = register_parameter  # type: ignore[method-assign]
     for name, buffer in model.named_buffers():
@@ -187,24 +190,58 @@ def tensor_parallel_plan(model: nn.Module) -> dict[str, str]:
     return dict(model.tp_plan or {})  # type: ignore[arg-type]
 
 
-def drawn(model: nn.Module, module: nn.Module, leaf: str, sizes: Sequence[int] | None) -> Tensor:
-    """Return a parameter as the model's `_init_weights` draws it: of these sizes, or a corner of it.
+def drawn(model: nn.Module, name: str, around: str, sizes: Sequence[int] | None) -> Tensor:
+    """Return a parameter as the model draws it: of these sizes, or a corner of it.
 
-    `_init_weights` takes a module and writes all of its parameters, which are on meta: so it gets a stand-in.
+    Its `_init_weights` takes a module and writes parameters of it and of modules inside, from the innermost module to
+    the model itself. The real ones are on meta or shards: so it gets stand-ins, complete in the module `around`, its
+    block, and above that of the modules on the way.
     """
-    stand_in = object.__new__(next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule)))
-    stand_in.__dict__ |= vars(module)
+    for most in (CORNER, None):
+        chain = _stand_ins(model, name, around, sizes, most)
+        try:
+            for path, stand_in in reversed(chain.items()):
+                with torch.device("cpu"), contextlib.suppress(*() if path.startswith(around) else (AttributeError,)):
+                    model._init_weights(stand_in)  # type: ignore[operator]
+            break
+        except RuntimeError:  # it copies values of the whole size
+            if most is None:
+                raise
+    owner, _, leaf = name.rpartition(".")
+    return chain[owner]._parameters[leaf].detach()  # type: ignore[union-attr]
 
-    def corner(name: str, x: Tensor) -> Tensor:
-        shape = sizes if sizes is not None and name == leaf else [min(size, CORNER) for size in x.shape]
-        return torch.zeros(shape, device="cpu")
 
-    parameters = {n: None if x is None else nn.Parameter(corner(n, x)) for n, x in module._parameters.items()}
-    buffers = {n: None if x is None else torch.zeros(x.shape, device="cpu") for n, x in module._buffers.items()}
-    stand_in.__dict__ |= {"_parameters": parameters, "_buffers": buffers, "padding_idx": None}
-    with torch.device("cpu"):
-        model._init_weights(stand_in)  # type: ignore[operator]
-    return parameters[leaf].detach()  # type: ignore[union-attr]
+def _stand_ins(
+    model: nn.Module, name: str, around: str, sizes: Sequence[int] | None, most: int | None
+) -> dict[str, nn.Module]:
+    """Return stand-ins of the modules around a parameter, the model's first, by name, with zeros for parameters: of at
+    most `most` in each dim, the one of that name of these sizes."""
+    chain: dict[str, nn.Module] = {}
+
+    def zeros(path: str, x: Tensor | None) -> nn.Parameter | None:
+        if x is None:
+            return None
+        shape = sizes if sizes is not None and path == name else [min(size, most or size) for size in x.shape]
+        return nn.Parameter(torch.zeros(tuple(shape), device="cpu"), requires_grad=False)
+
+    def stand_in(module: nn.Module, path: str) -> nn.Module:
+        new = object.__new__(next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule)))
+        held, begin, is_whole = vars(module), f"{path}." if path else "", f"{path}.".startswith(f"{around}.")
+        new.__dict__ |= held | ({"padding_idx": None} if "padding_idx" in held else {})
+        new.__dict__["_parameters"] = {n: zeros(begin + n, x) for n, x in module._parameters.items()}
+        buffers = {n: None if x is None else torch.zeros(x.shape, device="cpu") for n, x in module._buffers.items()}
+        new.__dict__["_buffers"] = buffers
+        if not path or name.startswith(begin):
+            chain[path] = new
+        new.__dict__["_modules"] = {
+            n: stand_in(child, begin + n)
+            for n, child in module._modules.items()
+            if child is not None and (is_whole or name.startswith(f"{begin}{n}."))
+        }
+        return new
+
+    stand_in(model, "")
+    return chain
 
 
 # --- files ----------------------------------------------------------------------------------------------------------

@@ -120,6 +120,8 @@ def check_module(name: str, flavor: str, attns: list[str]) -> str | None:
         if not isinstance(model, Decoder):
             raise Failed(f"Model is no {Decoder.__module__}.Decoder: the trainer calls it as one")
         model.check_attention()
+    if model.conversion is not None:  # its library says how its parameters start
+        return None
     unsaid = [name for name, _ in model.named_parameters() if not said_initial(model, name)[0]]
     starts = [f"{name} {'ones' if (std := model.initial_std(name)) is None else std}" for name in unsaid[:5]]
     return f"no INITIAL has these, which start with the default deviation: {', '.join(starts)}" if starts else None
@@ -127,7 +129,12 @@ def check_module(name: str, flavor: str, attns: list[str]) -> str | None:
 
 def check_plan_of(cell: Cell) -> None:
     model = build_model(cell)
-    check_plan(model, plan_of(load_family(cell.family), model), cell.dims)
+    try:
+        check_plan(model, plan_of(load_family(cell.family), model), cell.dims)
+    except UserError as reason:
+        if model.conversion is None:
+            raise
+        raise Skipped(str(reason)) from None  # the plan is another library's
 
 
 def check_keys(cell: Cell) -> None:
@@ -140,6 +147,8 @@ def check_keys(cell: Cell) -> None:
 def check_visibility(cell: Cell) -> None:
     """Check that changing one token of every row changes logits only where it is visible."""
     model = build_plain(dataclasses.replace(cell, precision=FP64)).model
+    if model.mixes_documents is not None:
+        raise Skipped(f"{model.mixes_documents} mixes all tokens of a row: it needs training.one_document_per_row")
     batch = global_rows(cell.vocab_size, step=1)
     rows_B, places_B = torch.arange(NUM_ROWS), torch.arange(NUM_ROWS) * SEQ_LEN // NUM_ROWS + 2
     changed_BL = batch.tokens_BL.clone()
@@ -214,6 +223,8 @@ def skip_unless_planned(cell: Cell) -> None:
     try:
         check_plan(model, plan_of(load_family(cell.family), model), cell.dims)
         model.check_attention(cell.dims.cp)
+        if cell.dims.cp > 1 and model.mixes_documents is not None:
+            raise UserError(f"{model.mixes_documents} mixes all tokens of a row, of which a rank has a part")
     except UserError as reason:
         raise Skipped(str(reason)) from None
 

@@ -334,7 +334,9 @@ def train(
             loss, state, _ = steps.train(batches, num_tokens, [batch.to("cpu") for batch in batches])
         seen |= {f"step {k}: {name}": x for name, x in state.items()}
         seen[f"step {k}: loss"] = loss
-        seen |= {f"step {k}: gradient of {n}": _copied(p.grad) for n, p in model.named_parameters()}
+        seen |= {
+            f"step {k}: gradient of {n}": _copied(p.grad) for n, p in model.named_parameters() if p.grad is not None
+        }
         if update is not None:
             seen[f"step {k}: norm"] = update.clip(loss)
         else:

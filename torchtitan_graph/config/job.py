@@ -269,6 +269,11 @@ class Training:
         "Fill rows with whole documents up to seq_len tokens; only a longer document is cut. A rank's batch is as long"
         " as its longest row, rounded up to a multiple of 16, and one graph serves all lengths.",
     )
+    one_document_per_row: bool = option(
+        False,
+        "Begin a row with each document, and pad it to its end: for models that carry a state from token to token,"
+        " which documents in one row would share.",
+    )
     mtp_loss_weight: float = option(
         0.3, "Weight of the mean loss of multi-token prediction, see model.num_mtp_layers.", minimum=0
     )

@@ -35,7 +35,7 @@ class DataLoader:
 
     Never ends. Without repeat, a lane's rows after its end have no targets; the corpus has ended after `num_lanes`
     consecutive rows of the global sequence without any. With `multiple`, rows have whole documents, and a batch is as
-    long as its longest row, rounded up to a multiple of that.
+    long as its longest row, rounded up to a multiple of that. With `alone`, a row has one document, or a part of it.
     """
 
     def __init__(
@@ -51,14 +51,17 @@ class DataLoader:
         repeat: bool,
         num_workers: int = 0,
         multiple: int | None = None,
+        alone: bool = False,
     ) -> None:
         self._mixture = corpus if isinstance(corpus, Mixture) else Mixture({"": corpus}, [1.0])
-        lane = functools.partial(Lane, self._mixture, tokenizer, seq_len, repeat, whole=multiple is not None)
+        whole = multiple is not None
+        lane = functools.partial(Lane, self._mixture, tokenizer, seq_len, repeat, whole=whole, alone=alone)
         rows = _Rows(self._mixture, lane, multiple or seq_len, local_batch_size, dp_rank, dp_degree)
         self._rows = rows
         self.source_names = self._mixture.names
         self._targets = torch.zeros(len(self.source_names), dtype=torch.int64)
         length: int | str = seq_len if multiple is None else f"up to {seq_len}, of whole documents"
+        length = f"{length}, one document a row" if alone else length
         self._identity = {"corpus": corpus.digest, "tokenizer": tokenizer.digest, "seed": seed, "seq_len": length}
         self.num_lanes = corpus.num_lanes
         with warnings.catch_warnings():  # torchdata 0.11 calls a function that newer torch deprecates

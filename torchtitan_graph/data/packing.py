@@ -30,8 +30,8 @@ class Lane:
 
     A document is [bos] + ids + [eos], and left out if it has no ids. A row has the next `seq_len` tokens, wherever
     documents begin or end, so every token is an input once. If documents stay `whole`, a row ends where the next one
-    does not fit; only one that is longer than a row is split. With `repeat` the lane continues with its next epoch;
-    otherwise its last row is padded, and endless rows of padding follow.
+    does not fit; only one that is longer than a row is split. With `alone` a row ends with its document. With `repeat`
+    the lane continues with its next epoch; otherwise its last row is padded, and endless rows of padding follow.
     """
 
     def __init__(
@@ -43,9 +43,10 @@ class Lane:
         number: int,
         cursor: Cursor,
         whole: bool = False,
+        alone: bool = False,
     ) -> None:
         self._corpus, self._tokenizer, self._seq_len, self._repeat = corpus, tokenizer, seq_len, repeat
-        self._number, self._whole = number, whole
+        self._number, self._whole, self._alone = number, whole, alone
         self.cursor = cursor
         self.filled = self._num_empty = 0
         self._tokens = np.empty(0, np.int64)  # of the current document
@@ -83,7 +84,7 @@ class Lane:
         wanted = self._seq_len
         while wanted and self._document_under_way():
             offset = self.cursor.offset
-            if self._whole and pieces and len(self._tokens) - offset > wanted:
+            if pieces and (self._alone or self._whole and len(self._tokens) - offset > wanted):
                 break
             piece = self._tokens[offset : offset + wanted]
             offset += len(piece)

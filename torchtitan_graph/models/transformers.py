@@ -16,17 +16,26 @@ import json
 import re
 import traceback
 from collections.abc import Callable, Container, Iterator, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from torchtitan_graph.capture.step import SideOutputs
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.models.layers.decoder import LOAD, Decoder, check_attn
 from torchtitan_graph.models.layers.init import Constant, Drawn, Initial, allocate
 from torchtitan_graph.models.layers.masks import Rule, all_of, begins_of, causal, chunked, same_document, sliding
-from torchtitan_graph.models.layers.of_transformers import Rows, Running, adapt_attention, adapt_experts, run_with
+from torchtitan_graph.models.layers.of_transformers import (
+    InDouble,
+    Rows,
+    Running,
+    adapt_attention,
+    adapt_experts,
+    run_with,
+)
 from torchtitan_graph.transformers_private import (
     Conversion,
     attribute_map,
@@ -85,11 +94,8 @@ class Config:
     top_k: int = 0
     window: int = 0
     tied: bool = False
-    layer_types: tuple[str, ...] = ()
+    rest_layers: int = 0  # the number of layers that lists in `rest` are for
     norm_eps: float = 0.0  # its own modules have it
-
-    def __post_init__(self) -> None:  # another number of layers repeats or cuts their types
-        object.__setattr__(self, "layer_types", tuple((list(self.layer_types) * self.num_layers)[: self.num_layers]))
 
     def as_dict(self) -> dict[str, Any]:
         """Return the keys of a config.json, with transformers' names."""
@@ -100,7 +106,10 @@ class Config:
             sizes |= {"head_dim": raw["qk_rope_head_dim"], "num_key_value_heads": self.num_heads}
         known = default_keys(raw["model_type"])
         raw |= {name: x for name, x in sizes.items() if name in known and (x or isinstance(x, bool))}
-        return raw | ({"layer_types": list(self.layer_types)} if self.layer_types else {})
+        for name, x in raw.items():
+            if isinstance(x, list) and len(x) == self.rest_layers != self.num_layers:  # by layer: repeated or cut
+                raw[name] = (x * self.num_layers)[: self.num_layers]
+        return raw
 
     def of_transformers(self) -> Any:
         """Return transformers' object of it."""
@@ -114,19 +123,20 @@ def from_hf_config(raw: dict[str, Any]) -> Config:
         UserError: transformers has no such causal language model, or it draws random numbers in training.
     """
     config = text_config(raw)
-    sizes = {ours: getattr(config, theirs, None) for ours, theirs in SIZES.items()}
+    keys = keys_of(config)
+    sizes = {ours: keys.get(config.attribute_map.get(theirs, theirs)) for ours, theirs in SIZES.items()}
+    sizes |= {n: getattr(config, SIZES[n], None) for n in ("dim", "num_layers", "num_heads") if sizes[n] is None}
     lacking = [SIZES[name] for name in ("dim", "num_layers", "vocab_size") if not isinstance(sizes[name], int)]
     if lacking:
         raise UserError(f"model_type = {config.model_type!r}: its configuration has no {', '.join(lacking)}")
-    keys = keys_of(config)
     if dropout := [f"{k} = {x}" for k, x in keys.items() if _is_dropout(k) and isinstance(x, (int, float)) and x > 0]:
         raise UserError(
             f"{', '.join(dropout)}: dropout draws random numbers, which a graph can't; set it to 0 in config.json"
         )
-    apart = {*_OTHER, "layer_types", *(config.attribute_map.get(name, name) for name in SIZES.values())}
+    apart = {*_OTHER, *(config.attribute_map.get(name, name) for name in SIZES.values())}
     rest = {name: x for name, x in keys.items() if name not in apart}
     found = {name: x for name, x in sizes.items() if isinstance(x, (int, bool))}
-    return Config(json.dumps(rest, sort_keys=True), layer_types=tuple(keys.get("layer_types") or ()), **found)
+    return Config(json.dumps(rest, sort_keys=True), rest_layers=found["num_layers"], **found)
 
 
 def _is_dropout(name: str) -> bool:
@@ -193,11 +203,14 @@ class _Elsewhere(nn.Module):
 
 
 class _Given(nn.Module):
-    """In the place of a module: a call of it runs a function."""
+    """In the place of a module, whose attributes it has: a call of it runs a function."""
 
-    def __init__(self, call: Callable[..., Any]):
+    def __init__(self, module: nn.Module, call: Callable[..., Any]):
         super().__init__()
-        self.call = call
+        self.of, self.call = (module,), call
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["of"][0], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.call(*args, **kwargs)
@@ -288,7 +301,7 @@ class Model(Decoder):
         for name, block in self.blocks.items():
             block.mask = rules.get(name, "causal")  # type: ignore[assignment]
         mixing = [name for name in self.blocks if name not in rules]
-        self.mixes_documents = ", ".join(mixing[:3]) if mixing else "its state" if theirs._is_stateful else None
+        self.mixes_documents = ", ".join(mixing[:3]) if mixing else "the state" if theirs._is_stateful else None
         adapt_attention([self.get_submodule(name) for name in self._attentions])
 
     def _make_plan(self) -> None:
@@ -318,7 +331,7 @@ class Model(Decoder):
         for name, _ in self.named_parameters(remove_duplicate=False):
             owner, starred = name.rpartition(".")[0], _starred(name)
             if hasattr(self.get_submodule(owner), "rows"):
-                plan[starred] = {"ep": "expert"}
+                plan[starred] = {"tp": "replicate", "ep": "expert"}
             elif owner not in self._ends and not any(starred.startswith(f"{pattern}.") for pattern in refused):
                 plan.setdefault(starred, {"tp": "replicate"})
         plan |= {f"{_starred(name)}.seen": {"cp": "context"} for name in self._attentions}
@@ -396,13 +409,12 @@ class Model(Decoder):
     def initial_std(self, name: str) -> Initial:
         """Return how transformers draws a parameter: a normal one is drawn as those of other families, with its
         deviation; a small one that is neither constant nor normal, as a decay by channel, by transformers itself."""
-        owner, _, leaf = name.rpartition(".")
-        module = self.get_submodule(owner)
+        around = next((block for block in self.blocks if name.startswith(f"{block}.")), name.rpartition(".")[0])
 
         def draw(sizes: torch.Size | None, seed: int = 0) -> Tensor:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
-                return drawn(self._theirs[0], module, leaf, sizes).float()
+                return drawn(self._theirs[0], name, around, sizes).float()
 
         corner = draw(None)
         if corner.numel() == 1 or corner.min() == corner.max():
@@ -434,25 +446,32 @@ class Model(Decoder):
             put = {name: _Elsewhere() for name in self.modules_in_order if name not in only}
         output, begin = self.output, next(name for name in self.modules_in_order if only is None or name in only)
         if loss is not None and last:
-            put[self._ends[1]] = _Given(lambda x: loss(output, x, 0))
+            put[self._ends[1]] = _Given(output, lambda x: loss(output, x, 0))
         if not first:  # a model may scale what it takes for its embeddings: the stage begins with what it was sent
             run = put.get(begin) or self.get_submodule(begin)
-            put[begin] = _Given(lambda _, *args, **kwargs: run(tokens_BL, *args, **kwargs))
+            put[begin] = _Given(run, lambda _, *args, **kwargs: run(tokens_BL, *args, **kwargs))
         running = Running(self._names, masks)
         held = {name: self._replace(name, module) for name, module in put.items()}
         try:
-            with run_with(running):
+            is_double = next(self.parameters()).dtype == torch.float64
+            with run_with(running), InDouble() if is_double else nullcontext():
                 theirs = self._theirs[0] if last else self._theirs[0].base_model
                 given = {"input_ids" if first else "inputs_embeds": tokens_BL}
                 result = theirs(**given, position_ids=positions_BL, use_cache=False)[
                     "logits" if last else "last_hidden_state"
                 ]
+        except Exception as error:
+            if type(error) not in (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
+                raise  # the tracer's own
+            raise UserError(f"{type(self._theirs[0]).__name__}: {error} ({_line_of(error)})") from error
         finally:
             for name, module in held.items():
                 self._replace(name, module)
         if not side_outputs:
             return result
-        return result, SideOutputs({}, {f"{name}{LOAD}": load_E for name, load_E in running.loads.items()})
+        # Under tensor parallelism each rank's routers see a part of the row: its loads are not those of the step.
+        loads = {} if isinstance(self.output.weight, DTensor) else running.loads
+        return result, SideOutputs({}, {f"{name}{LOAD}": load_E for name, load_E in loads.items()})
 
 
 def _line_of(error: BaseException) -> str:

@@ -216,3 +216,32 @@ def permuted(x_TD: Tensor, order_S: Tensor, inverse_S: Tensor, copies: int = 1) 
     of a GPU's threads.
     """
     return _Permuted.apply(x_TD, order_S, inverse_S, copies)
+
+
+def _save_place(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    ctx.first = inputs[1]
+
+
+def _every_second_backward(ctx, grad_SF: Tensor):  # type: ignore[no-untyped-def]
+    return spread(grad_SF.contiguous(), ctx.first), None
+
+
+@operator(
+    lambda x_SF, first: x_SF.new_empty(x_SF.shape[0], x_SF.shape[1] // 2),
+    setup=_save_place,
+    backward=_every_second_backward,
+)
+def every_second(x_SF: Tensor, first: int) -> Tensor:
+    """Return every second column, (S, 2F) -> (S, F), from the first (0) or second (1) on.
+
+    The backward of a slice would hold the number of rows, which depends on data.
+    """
+    return x_SF[:, first::2].clone(memory_format=torch.contiguous_format)
+
+
+@operator(lambda x_SF, first: x_SF.new_empty(x_SF.shape[0], 2 * x_SF.shape[1]))
+def spread(x_SF: Tensor, first: int) -> Tensor:
+    """Return columns with zeros between them, (S, F) -> (S, 2F): the backward of `every_second`."""
+    out_SF = x_SF.new_zeros(x_SF.shape[0], 2 * x_SF.shape[1])
+    out_SF[:, first::2] = x_SF
+    return out_SF

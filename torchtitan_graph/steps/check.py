@@ -51,6 +51,7 @@ def check_steps(
                 " takes gradients (requires_grad); use fewer stages, or divide them by"
                 " parallelism.module_fqns_per_model_part"
             )
+    _check_state(config, model, dims)
     _check_varlen(model, dims, options)
     if model.attn == "sdpa" and options.target.is_gpu:
         _log_dense_masks(config, model, dims, options)
@@ -87,6 +88,19 @@ def _check_loss_chunks(config: JobConfig, model: Decoder, dims: ParallelDims, op
         raise UserError(
             f"{option}: not with training.dynamic_seq_len = true in a graph, whose chunks have one size; set that to"
             " false, or this to 1"
+        )
+
+
+def _check_state(config: JobConfig, model: Decoder, dims: ParallelDims) -> None:
+    """Check that what mixes a row's tokens without a mask meets one document, on one rank."""
+    if model.mixes_documents is None:
+        return
+    what = f"model.name = {config.model.name!r}: {model.mixes_documents} of this model mixes all tokens of a row"
+    if not config.training.one_document_per_row:
+        raise UserError(f"{what}, those of other documents too: set training.one_document_per_row = true")
+    if dims.cp > 1:
+        raise UserError(
+            f"{what}, and with parallelism.context_parallel_degree = {dims.cp} a rank has a part of it; leave it at 1"
         )
 
 

@@ -133,6 +133,7 @@ class Decoder(nn.Module):
     """
 
     projects_last = True  # the logits are what the output layer returns
+    mixes_documents: str | None = None  # what in it mixes the tokens of a row, over the ends of documents
     conversion: Any = None  # of another library's model: how the tensors of files become its own
 
     def __init__(self, config: DecoderConfig, attn: str, blocks: Sequence[nn.Module]):

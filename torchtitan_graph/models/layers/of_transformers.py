@@ -5,16 +5,18 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.models.layers.attention import Seen, attend
 from torchtitan_graph.models.layers.masks import Mask, as_bias
-from torchtitan_graph.ops.experts import grouped_add, grouped_mm, permuted
+from torchtitan_graph.ops.experts import every_second, grouped_add, grouped_mm, permuted
 from torchtitan_graph.transformers_private import documents_by_masks, register, rule_of
 
 # Arguments of its attention that say what the mask, or our own attention, says already.
@@ -101,6 +103,30 @@ def attention_of(
     return out_BLNH, None
 
 
+class _AnyRows(TorchFunctionMode):
+    """Takes every second column, of gates and values that alternate, by an operator for any number of rows."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__getitem__ and args[0].dim() == 2 and isinstance(args[1], tuple) and len(args[1]) == 2:
+            dots, columns = args[1]
+            if dots is Ellipsis and columns in (slice(None, None, 2), slice(0, None, 2), slice(1, None, 2)):
+                return every_second(args[0], columns.start or 0)
+        return func(*args, **(kwargs or {}))
+
+
+class InDouble(TorchFunctionMode):
+    """Leaves numbers in fp64 where a model would compute in fp32 for a while: it is meant to be wider, not narrower."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
+            if func is Tensor.float:
+                return args[0]
+            args = tuple(torch.float64 if x is torch.float32 else x for x in args)
+            kwargs = {name: torch.float64 if x is torch.float32 else x for name, x in kwargs.items()}
+        return func(*args, **kwargs)
+
+
 class Rows(nn.Module):
     """The experts' own part: products of rows that lie by expert. Its parameters are the experts module's; expert
     parallelism exchanges rows around it."""
@@ -117,7 +143,9 @@ class Rows(nn.Module):
             return grouped_add(y, getattr(experts, f"{name}_bias"), offsets_E) if experts.has_bias else y
 
         if experts.has_gate:
-            inner_SF = experts._apply_gate(linear(x_SD, "gate_up_proj"))
+            gate_up_SF = linear(x_SD, "gate_up_proj")
+            with nullcontext() if experts.is_concatenated else _AnyRows():
+                inner_SF = experts._apply_gate(gate_up_SF)
         else:
             inner_SF = experts.act_fn(linear(x_SD, "up_proj"))
         y_SD = linear(inner_SF, "down_proj")

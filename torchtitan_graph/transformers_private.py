@@ -104,7 +104,8 @@ def attribute_map(kind: str) -> dict[str, str]:
 
 def class_name(config: Any) -> str:
     """Return the name of the class of a configuration's causal language model."""
-    return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__  # type: ignore[no-any-return]
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    return kind.__name__  # type: ignore[no-any-return]
 
 
 # --- models ---------------------------------------------------------------------------------------------------------
@@ -123,7 +124,7 @@ def build(config: Any) -> tuple[nn.Module, dict[str, Tensor]]:
             parameter = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
         register_parameter(module, name, parameter)
 
-    nn.Module.register_parameter = on_meta  # type: ignore[method-assign]
+    nn.Module.register_parameter = on_meta  # type: ignore[method-assign, assignment]
     try:
         with torch.device("cpu"):
             with no_init_weights():
@@ -225,7 +226,7 @@ def _stand_ins(
         return nn.Parameter(torch.zeros(tuple(shape), device="cpu"), requires_grad=False)
 
     def stand_in(module: nn.Module, path: str) -> nn.Module:
-        new = object.__new__(next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule)))
+        new: Any = object.__new__(next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule)))
         held, begin, is_whole = vars(module), f"{path}." if path else "", f"{path}.".startswith(f"{around}.")
         new.__dict__ |= held | ({"padding_idx": None} if "padding_idx" in held else {})
         new.__dict__["_parameters"] = {n: zeros(begin + n, x) for n, x in module._parameters.items()}
@@ -270,14 +271,14 @@ class Conversion:
     """How the tensors of a model's files become its parameters and buffers, and back: by transformers' own rules, which
     know the names and forms of each release."""
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: Any):
         self._model = model
         self.names = set(model.state_dict())  # of all tensors, whichever of them a pipeline's stage has
         self._there: dict[str, Any] = dict.fromkeys(self.names, True)  # as it looks names up
         transforms = get_model_conversion_mapping(model)
         self._renamings = [x for x in transforms if isinstance(x, WeightRenaming)]
         self._converters = [x for x in transforms if isinstance(x, WeightConverter)]
-        self._reversed = [
+        self._reversed: list[Any] = [
             x.reverse_transform()
             for x in get_model_conversion_mapping(model, add_legacy=False)[::-1]
             if isinstance(x, WeightConverter)

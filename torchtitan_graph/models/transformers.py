@@ -66,15 +66,9 @@ SIZES = {
 }
 # Keys of a config.json that are not the architecture: of the file, or of generation.
 _OTHER = (
-    "transformers_version",
-    "architectures",
-    "dtype",
-    "torch_dtype",
-    "_name_or_path",
-    "use_cache",
-    "output_router_logits",
+    *("transformers_version", "architectures", "dtype", "torch_dtype", "_name_or_path", "auto_map", "use_cache"),
+    *("output_router_logits", "bos_token_id", "eos_token_id", "pad_token_id", "quantization_config"),
 )
-_OTHER += ("bos_token_id", "eos_token_id", "pad_token_id", "quantization_config", "auto_map")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +129,7 @@ def from_hf_config(raw: dict[str, Any]) -> Config:
         )
     apart = {*_OTHER, *(config.attribute_map.get(name, name) for name in SIZES.values())}
     rest = {name: x for name, x in keys.items() if name not in apart}
-    found = {name: x for name, x in sizes.items() if isinstance(x, (int, bool))}
+    found: dict[str, Any] = {name: x for name, x in sizes.items() if isinstance(x, (int, bool))}
     return Config(json.dumps(rest, sort_keys=True), rest_layers=found["num_layers"], **found)
 
 
@@ -236,6 +230,7 @@ class Model(Decoder):
     def __init__(self, config: Config, attn: str = "sdpa"):
         nn.Module.__init__(self)
         check_attn(attn)
+        theirs: Any
         theirs, values = build(config.of_transformers())
         # In a tuple: it is not a module inside of this one, but shares its modules, which so keep their names.
         self._theirs, self._values, self.config, self.attn = (theirs,), (values,), config, attn
@@ -264,7 +259,7 @@ class Model(Decoder):
     def _look(self) -> None:
         """Run the model once on meta: see which masks there are, which block's attention takes which, whether layers
         read their numbers, and whether the logits are what the output layer returns."""
-        theirs = self._theirs[0]
+        theirs: Any = self._theirs[0]
         numbered = [(m, m.layer_idx) for m in self.get_submodule(self._list).modules() if hasattr(m, "layer_idx")]
         row, out = torch.arange(8, device="meta").unsqueeze(0), self.get_submodule(self._ends[1])
         running, projected = Running(self._names, found={}), list[Tensor]()
@@ -298,8 +293,8 @@ class Model(Decoder):
             if block is None:
                 raise UserError(f"{type(theirs).__name__}: {names[module]} attends outside of {self._list}")
             rules[block] = rule
-        for name, block in self.blocks.items():
-            block.mask = rules.get(name, "causal")  # type: ignore[assignment]
+        for name, each in self.blocks.items():
+            each.mask = rules.get(name, "causal")  # type: ignore[assignment]
         mixing = [name for name in self.blocks if name not in rules]
         self.mixes_documents = ", ".join(mixing[:3]) if mixing else "the state" if theirs._is_stateful else None
         adapt_attention([self.get_submodule(name) for name in self._attentions])
@@ -343,12 +338,12 @@ class Model(Decoder):
         return {f"{self._list}.{n}": m for n, m in every if not isinstance(m, _Elsewhere)}
 
     @property
-    def tok_embeddings(self) -> Any:
+    def tok_embeddings(self) -> Any:  # type: ignore[override]
         found = self.get_submodule(self._ends[0])
         return None if isinstance(found, _Elsewhere) else found
 
     @property
-    def output(self) -> Any:
+    def output(self) -> Any:  # type: ignore[override]
         return self.get_submodule(self._ends[1])
 
     @property
@@ -392,11 +387,14 @@ class Model(Decoder):
         return found
 
     def num_visible(self, positions_BL: Tensor) -> dict[str, Tensor]:
-        sizes = {name: int(name.partition(" ")[2] or 0) for name in self._rules}
-        return {
-            name: positions_BL % size + 1 if name.startswith("chunk") else (positions_BL + 1).clamp(max=size or None)
-            for name, size in sizes.items()
-        }
+        found = dict[str, Tensor]()
+        for name in self._rules:
+            kind, _, size = name.partition(" ")
+            if kind == "chunk":
+                found[name] = positions_BL % int(size) + 1
+            else:
+                found[name] = positions_BL + 1 if kind == "causal" else (positions_BL + 1).clamp(max=int(size))
+        return found
 
     def after_step(self, state: Mapping[str, Tensor]) -> None:
         """Do nothing: the only state is the experts' loads, which are metrics."""
@@ -455,7 +453,7 @@ class Model(Decoder):
         try:
             is_double = next(self.parameters()).dtype == torch.float64
             with run_with(running), InDouble() if is_double else nullcontext():
-                theirs = self._theirs[0] if last else self._theirs[0].base_model
+                theirs: Any = self._theirs[0] if last else self._theirs[0].base_model
                 given = {"input_ids" if first else "inputs_embeds": tokens_BL}
                 result = theirs(**given, position_ids=positions_BL, use_cache=False)[
                     "logits" if last else "last_hidden_state"

@@ -34,6 +34,7 @@ def check_steps(
             pipeline's stage) takes gradients, or rows, masks or flex attention's scores can't fit; a dry run allocates
             none.
     """
+    _check_state(config, model, dims)
     plan = plan_of(family, model)
     check_plan(model, plan, dims)
     _check_parameters(config, model)
@@ -51,7 +52,6 @@ def check_steps(
                 " takes gradients (requires_grad); use fewer stages, or divide them by"
                 " parallelism.module_fqns_per_model_part"
             )
-    _check_state(config, model, dims)
     _check_varlen(model, dims, options)
     if model.attn == "sdpa" and options.target.is_gpu:
         _log_dense_masks(config, model, dims, options)

@@ -20,8 +20,10 @@ from torchtitan_graph.ops.experts import every_second, grouped_add, grouped_mm, 
 from torchtitan_graph.transformers_private import documents_by_masks, register, rule_of
 
 # Arguments of its attention that say what the mask, or our own attention, says already.
-_KNOWN = ("sliding_window", "position_ids", "is_causal", "output_router_logits", "deterministic", "layer_idx")
-_KNOWN += ("cache_position", "position_embeddings", "cu_seq_lens_q", "cu_seq_lens_k")
+_KNOWN = (
+    *("sliding_window", "position_ids", "is_causal", "output_router_logits", "deterministic", "layer_idx"),
+    *("cache_position", "position_embeddings", "cu_seq_lens_q", "cu_seq_lens_k"),
+)
 
 
 @dataclasses.dataclass

@@ -1,0 +1,259 @@
+"""Models of the library transformers as a family: what is built, what is refused, their masks, numbers and files."""
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from torchtitan_graph.check.matrix import Cell, global_rows
+from torchtitan_graph.config import load
+from torchtitan_graph.device import Target
+from torchtitan_graph.errors import UserError
+from torchtitan_graph.models import transformers as family
+from torchtitan_graph.models.hf import check_weights, choose_model, load_weights, save_weights
+from torchtitan_graph.models.layers.init import Constant, Drawn, allocate
+from torchtitan_graph.models.spec import tiny_config
+from torchtitan_graph.parallel.layout import ParallelDims
+from torchtitan_graph.parallel.parallelize import check_plan
+from torchtitan_graph.rates import RATES
+from torchtitan_graph.steps.check import check_steps
+
+VOCAB = 97
+CPU = Target(torch.device("cpu"), RATES["CPU"], False)
+
+
+def on_meta(kind: str, attn: str = "sdpa", **changes: Any) -> Any:
+    with torch.device("meta"):
+        return family.Model(tiny_config(family.FLAVORS[kind], **{"vocab_size": VOCAB, **changes}), attn)
+
+
+@cache
+def stock(kind: str) -> Any:
+    """Return transformers' own model, with random numbers that fp32 holds."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = tiny_config(family.FLAVORS[kind], vocab_size=VOCAB).of_transformers()
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, experts_implementation="eager")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(0.1 * torch.randn(parameter.shape))
+    return model.double().eval()
+
+
+def read(folder: Path, attn: str = "sdpa") -> Any:
+    with torch.device("meta"):
+        model = family.Model(family.from_hf_config(json.loads((folder / "config.json").read_text())), attn)
+    check_weights(model, family, folder)
+    allocate(model, torch.float64)
+    load_weights(model, family, folder)
+    return model
+
+
+def largest_gap(kind: str, model: Any) -> float:
+    """Return the largest difference from transformers' logits, of each document alone."""
+    rows, gap = global_rows(VOCAB, step=1), 0.0
+    with torch.no_grad():
+        masks = model.masks(rows.documents_BL, rows.positions_BL)
+        logits_BLV = model(rows.tokens_BL, rows.positions_BL, masks)
+        for tokens_L, documents_L, logits_LV in zip(rows.tokens_BL, rows.documents_BL, logits_BLV, strict=True):
+            for document in documents_L.unique():
+                is_its_L = documents_L == document
+                alone_LV = stock(kind)(input_ids=tokens_L[is_its_L].unsqueeze(0), use_cache=False).logits[0]
+                gap = max(gap, float((alone_LV - logits_LV[is_its_L]).abs().max() / alone_LV.abs().max()))
+    return gap
+
+
+# What each has of its own: biases and a tied output; windows and a cap of logits; experts, apart in the files; sinks,
+# and experts whose gates and values alternate; latent attention.
+TYPES = ["qwen2", "gemma2", "mixtral", "gpt_oss", "deepseek_v3"]
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_packed_documents_get_transformers_logits_and_its_files_are_written_again(kind: str, tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    stock(kind).save_pretrained(first)
+    model = read(first, "flex" if kind == "gemma2" else "sdpa")
+    assert largest_gap(kind, model) < 1e-6
+    save_weights(model, family, second)
+    files, again = (load_file(folder / "model.safetensors") for folder in (first, second))
+    assert files.keys() == again.keys()
+    assert [name for name, x in files.items() if not torch.equal(x.double(), again[name].double())] == []
+    read_again = type(stock(kind)).from_pretrained(second, dtype=torch.float64).state_dict()
+    assert [n for n, x in stock(kind).state_dict().items() if not torch.equal(x, read_again[n].double())] == []
+
+
+def test_a_mask_that_lets_another_document_be_seen_is_found() -> None:
+    """The comparison above can fail."""
+    model = on_meta("qwen2")
+    allocate(model, torch.float64)
+    model.load_state_dict(stock("qwen2").state_dict())
+    assert largest_gap("qwen2", model) < 1e-6
+    own = model.masks
+    model.masks = lambda documents_BL, positions_BL: own(torch.zeros_like(documents_BL), positions_BL)
+    assert largest_gap("qwen2", model) > 1e-3
+
+
+def test_rules_are_those_of_each_layer() -> None:
+    model = on_meta("gemma2")
+    assert [block.mask for block in model.blocks.values()] == ["window 7", "causal", "window 7"]
+    nothing = torch.zeros(1, 16, dtype=torch.int64)
+    positions = torch.arange(16)[None]
+    assert model.num_visible(positions)["window 7"][0].tolist() == [*range(1, 8), *[7] * 9]
+    rules = model.mask_rules(nothing, positions)
+    b = h = torch.zeros(1, dtype=torch.int64)
+    assert rules["window 7"](b, h, torch.tensor([9]), torch.arange(16)).nonzero().flatten().tolist() == [*range(3, 10)]
+
+
+@pytest.mark.parametrize(
+    ("raw", "why"),
+    [
+        ({"model_type": "lama"}, "model_type = 'lama' is none that transformers"),
+        ({"model_type": "t5"}, "no causal language model|reads an encoder's result"),
+        ({"model_type": "gpt2"}, r"attn_pdrop = 0.1.*dropout draws random numbers.*set it to 0 in config.json"),
+        ({"model_type": "llama", "hidden_size": "wide"}, "can't read this configuration of llama"),
+        ({}, "model_type = None"),
+    ],
+    ids=str,
+)
+def test_a_configuration_is_refused_by_name(raw: dict[str, Any], why: str) -> None:
+    with pytest.raises(UserError, match=why):
+        family.from_hf_config(raw)
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("falcon", "FalconForCausalLM has attention of its own"),
+        ("bert", "its masks are made of bidirectional_mask_function"),
+        ("doge", "DogeAttention attends without a mask, or with one of its own"),
+        ("inkling2_text", "its attention is given position_bias, sinks"),
+    ],
+)
+def test_a_model_is_refused_by_name(kind: str, why: str) -> None:
+    with pytest.raises(UserError, match=why):
+        on_meta(kind)
+
+
+def test_a_failing_line_of_a_model_is_named() -> None:
+    with pytest.raises(UserError, match=r"GPTJForCausalLM can't be traced: .*modeling_gptj.py, line \d+: return"):
+        on_meta("gptj")
+
+
+def test_transformers_is_found_to_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib
+
+    from torchtitan_graph.models import spec
+
+    def missing(path: str) -> Any:
+        raise ModuleNotFoundError("No module named 'transformers'", name="transformers")
+
+    monkeypatch.setattr(importlib, "import_module", missing)
+    with pytest.raises(UserError, match=r"model.name = 'transformers': .*pip install 'torchtitan_graph\[hf\]'"):
+        spec.load_family("transformers")
+
+
+@pytest.mark.parametrize(
+    ("architecture", "raw", "options", "name"),
+    [
+        ("MistralForCausalLM", {"model_type": "mistral"}, [], "transformers"),
+        ("LlamaForCausalLM", {"model_type": "llama", "vocab_size": 300}, [], "llama3"),
+        ("LlamaForCausalLM", {"model_type": "llama"}, ["--model.name=transformers"], "transformers"),
+    ],
+)
+def test_a_folder_chooses_the_family(
+    architecture: str, raw: dict[str, Any], options: list[str], name: str, tmp_path: Path
+) -> None:
+    sizes = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=96, vocab_size=300)
+    (tmp_path / "config.json").write_text(
+        json.dumps({"architectures": [architecture], "num_key_value_heads": 4, "rms_norm_eps": 1e-5, **sizes, **raw})
+    )
+    chosen = choose_model(load([f"--model.hf_assets_path={tmp_path}", *options]), tmp_path, 257, CPU)
+    assert chosen.options.name == name
+
+
+def test_what_a_family_cannot_express_names_the_other_way(tmp_path: Path) -> None:
+    raw = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "attention_bias": True}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(UserError, match="attention_bias.*model.name = 'transformers' takes transformers' own model"):
+        choose_model(load([f"--model.hf_assets_path={tmp_path}"]), tmp_path, 257, CPU)
+
+
+def test_a_language_model_is_read_out_of_a_folder_with_other_parts(tmp_path: Path) -> None:
+    tensors = {f"language_model.{name}": x.clone() for name, x in stock("qwen2").state_dict().items()}
+    tensors["vision_tower.weight"] = torch.zeros(3)
+    model = on_meta("qwen2")
+    write_folder(tmp_path, tensors)
+    allocate(model, torch.float64)
+    load_weights(model, family, tmp_path)
+    assert all(torch.equal(x, model.state_dict()[name]) for name, x in stock("qwen2").state_dict().items())
+
+
+def test_files_of_another_model_are_refused_by_their_names(tmp_path: Path) -> None:
+    tensors = {name: x.clone() for name, x in stock("qwen2").state_dict().items()}
+    del tensors["model.norm.weight"]
+    tensors["model.layers.0.mlp.up_proj.weight"] = torch.zeros(3, 4)
+    tensors["model.extra"] = torch.zeros(3)
+    write_folder(tmp_path, tensors)
+    with pytest.raises(UserError) as error:
+        check_weights(on_meta("qwen2"), family, tmp_path)
+    for line in ("missing: model.norm.weight", "unknown: model.extra", r"up_proj.weight: files make the shape [3, 4]"):
+        assert line in str(error.value)
+
+
+def write_folder(folder: Path, tensors: dict[str, Tensor]) -> None:
+    from safetensors.torch import save_file
+
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_parameters_start_as_transformers_draws_them() -> None:
+    model = on_meta("gpt2", num_layers=2)
+    assert model.initial_std("transformer.h.0.ln_1.weight") is None
+    assert model.initial_std("transformer.h.0.ln_1.bias") == 0.0
+    assert model.initial_std("transformer.wte.weight") == pytest.approx(0.02, rel=0.1)
+    # Products that are added to the residual stream, by the model's own rule for the whole of it.
+    assert model.initial_std("transformer.h.1.mlp.c_proj.weight") == pytest.approx(0.02 / 4**0.5, rel=0.1)
+    decays = on_meta("mamba2", rest=MAMBA2)
+    assert isinstance(decays.initial_std("backbone.layers.0.mixer.A_log"), Drawn)
+    drawn = decays.initial_std("backbone.layers.0.mixer.A_log").draw(torch.Size([8]), 0)
+    assert torch.allclose(drawn, torch.arange(1.0, 9).log())
+    assert not isinstance(decays.initial_std("backbone.layers.0.mixer.D"), Constant)
+
+
+MAMBA2 = json.dumps(
+    json.loads(family.FLAVORS["mamba2"].rest)
+    | {"num_heads": 8, "head_dim": 16, "n_groups": 2, "state_size": 16, "chunk_size": 8}
+)
+
+
+def test_a_state_along_the_row_needs_one_document_a_row() -> None:
+    model = on_meta("mamba2", rest=MAMBA2)
+    assert model.mixes_documents is not None
+    cell = Cell(family="transformers", flavor="debugmodel")
+    for options, why in (([], "set training.one_document_per_row = true"), (["--training.one_document_per_row"], None)):
+        config = load(["--model.name=transformers", *options])
+        if why is None:
+            check_steps(config, model, family, ParallelDims(), cell.options("graph"))
+            with pytest.raises(UserError, match=r"context_parallel_degree = 2 a rank has a part of it"):
+                check_steps(config, model, family, ParallelDims(cp=2), cell.options("graph"))
+        else:
+            with pytest.raises(UserError, match=why):
+                check_steps(config, model, family, ParallelDims(), cell.options("graph"))
+
+
+def test_tensor_parallelism_of_a_style_without_a_role_is_refused_by_the_parameter() -> None:
+    model = on_meta("phi3", vocab_size=98)
+    with pytest.raises(UserError, match="the plan gives no role to model.layers.0.self_attn"):
+        check_plan(model, model.PLAN, ParallelDims(tp=2))
+    check_plan(on_meta("mixtral", vocab_size=98), on_meta("mixtral").PLAN, ParallelDims(tp=2))
+
+
+def test_another_number_of_layers_has_as_many_of_each_list() -> None:
+    config = tiny_config(family.FLAVORS["gemma2"], num_layers=5)
+    assert len(config.of_transformers().layer_types) == 5

@@ -80,6 +80,7 @@ SMALL: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("gptj", "codegen"), {"rotary_dim": 8}),
     **dict.fromkeys(("mamba", "falcon_mamba"), {"intermediate_size": 128}),
     **dict.fromkeys(("bamba", "granitemoehybrid"), {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_expand": 2}),
+    **dict.fromkeys(("axk1", "bailing_hybrid"), {"n_group": 2, "topk_group": 1}),
     "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 2, "state_size": 16, "chunk_size": 8},
     "deepseek_v2": {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "head_dim": 64},
     "gpt_neo": {"num_layers": 4, "attention_types": [[["global", "local"], 2]]},
@@ -248,10 +249,26 @@ def _line(error: object) -> str:
 
 def table(every: dict[str, dict[str, str]], layouts: list[str]) -> str:
     columns = [*COLUMNS, *layouts]
-    lines = ["| type | " + " | ".join(columns) + " | why not |", "|---" * (len(columns) + 2) + "|"]
+    yes = sum(not any(results.get(name, "no")[:2] in ("no", "FA") for name in COLUMNS) for results in every.values())
+    lines = [
+        "# Model types of transformers",
+        "",
+        "Read this page to see what was checked of a model type, and why one is refused.",
+        "",
+    ]
+    lines += [
+        f"Written by `scripts/check_transformers.py`, with transformers {transformers.__version__} and torch",
+        f"{torch.__version__.partition('+')[0]}: {yes} of {len(every)} types pass all of {', '.join(COLUMNS)}. Its",
+        "`--help` says what each column is. A type is checked with its default configuration made small; some have no",
+        "complete one. A dash is a layout that the model has no plan for, an empty place one that was not checked.",
+        "",
+    ]
+    lines += ["| type | " + " | ".join(columns) + " | why not |", "|---" * (len(columns) + 2) + "|"]
     for kind, results in every.items():
         words = {name: x.partition(":")[0] for name, x in results.items()}
-        why = dict.fromkeys(x.partition(": ")[2].replace("|", "/") for x in results.values() if x[:2] in ("no", "FA"))
+        words |= {name: "-" for name in layouts if words.get(name) == "no"}
+        of_type = {name: x for name, x in results.items() if name not in layouts or x.startswith("FA")}
+        why = dict.fromkeys(x.partition(": ")[2].replace("|", "/") for x in of_type.values() if x[:2] in ("no", "FA"))
         lines.append(f"| {kind} | " + " | ".join(words.get(name, "") for name in columns) + f" | {'; '.join(why)} |")
     return "\n".join(lines)
 

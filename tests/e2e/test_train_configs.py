@@ -23,6 +23,7 @@ RANKS = {
     "llama4_17bx16e": 32,
     "llama4_17bx128e": 256,
     "qwen3_debug": 2,
+    "transformers_debug": 2,
     "qwen3_moe_debug": 2,
     "qwen3_0.6b": 1,
     "qwen3_1.7b": 1,

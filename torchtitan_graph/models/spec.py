@@ -47,6 +47,11 @@ def load_family(name: str) -> ModuleType:
             raise UserError(f"model.name = {name!r}: {path} can't be imported: {error}") from error
         missing = f"there is no module {error.name!r} to import; is it on PYTHONPATH?"
         raise UserError(f"model.name = {name!r}: {missing}") from None
+    except ImportError as error:
+        if name != "transformers":
+            raise
+        needed = "it needs transformers 5.23 or newer, whose inner names it uses: pip install -U 'torchtitan_graph[hf]'"
+        raise UserError(f"model.name = {name!r}: {needed}; {error}") from error
     lacking = [attribute for attribute in CONTRACT if not hasattr(family, attribute)]
     if lacking:
         raise UserError(f"model.name = {name!r}: the module defines no {', '.join(lacking)}; see models/llama3.py")

@@ -188,7 +188,7 @@ def test_the_visible_pairs_are_those_of_the_masks(family: str, counted: str, mon
     documents = (positions == 0).long().cumsum(1)
     expected = {rule: mask.double().mean().item() for rule, mask in model.masks(documents, positions).items()}
     found = model.visible_pairs(documents, positions)
-    assert found == {f"layers.{i}": pytest.approx(expected[layer.mask]) for i, layer in enumerate(model.layers)}
+    assert found == {name: pytest.approx(expected[layer.mask]) for name, layer in model.blocks.items()}
 
 
 def test_operations_scale_attention_alone_by_what_the_mask_leaves() -> None:

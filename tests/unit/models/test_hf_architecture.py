@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -97,13 +98,22 @@ def test_a_family_that_contradicts_is_refused(argv: tuple[str, ...], tmp_path: P
         choose_model(job(*argv), assets(tmp_path, architectures=["GPT2LMHeadModel"]), 100, HERE)
 
 
-@pytest.mark.parametrize("architectures", [["GPT2LMHeadModel"], [], None, "LlamaForCausalLM"])
-def test_an_unknown_architecture_is_refused_naming_the_known_ones(architectures: object, tmp_path: Path) -> None:
-    folder = assets(tmp_path, architectures=architectures)
-    with pytest.raises(UserError, match=r"config.json: architectures = .* is unknown; known are .*LlamaForCausalLM"):
+@pytest.mark.parametrize("architectures", [["MyModel"], [], None, "LlamaForCausalLM"])
+def test_an_unknown_architecture_of_no_known_type_is_refused(architectures: object, tmp_path: Path) -> None:
+    folder = assets(tmp_path, architectures=architectures, model_type="my_model")
+    with pytest.raises(UserError, match=r"config.json: model_type = 'my_model' is none that transformers"):
         choose_model(job(), folder, 100, HERE)
-    with pytest.raises(UserError, match="is unknown; known are"):
+    with pytest.raises(UserError, match="is none that transformers"):
         from_hf(folder)
+
+
+def test_without_transformers_the_architectures_of_this_package_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torchtitan_graph.models.transformers", None)
+    folder = assets(tmp_path, architectures=["MistralForCausalLM"])
+    with pytest.raises(UserError, match=r"is none of this package's own, .*LlamaForCausalLM.*, and others need transf"):
+        choose_model(job(), folder, 100, HERE)
 
 
 def test_without_config_json_the_flavour_is_the_architecture(tmp_path: Path) -> None:

@@ -50,17 +50,22 @@ MODELS = {
     }
     for version in (2, 3)
 }
+# A model of transformers with experts whose gates and values alternate, sinks and windows.
+MODELS["transformers-gpt_oss"] = {"family": "transformers", "flavor": "gpt_oss"}
 # In the fast tier a family has one cell of a kind; llama3 is in test_layouts_agree.py, and data parallelism is one code
 # for all of them. Version 2 of deepseek_v3 is version 3 with softmax scores and no bias.
 TO_PLAIN = {
     (model, "TP-2")
     for model in ("deepseek_v3-groups-version-3", "gpt_oss-debugmodel", "llama4-debugmodel", "qwen3-debugmodel_moe")
 }
-WITH_EXPERTS = [name for name in MODELS if name not in ("llama3-debugmodel", "qwen3-debugmodel")]
+WITH_EXPERTS = [n for n in MODELS if n not in ("llama3-debugmodel", "qwen3-debugmodel") and "transformers" not in n]
 PRECISIONS = {"fp32": FP32, "bf16": BF16}
 LAYOUTS = {"one-rank": ONE, "FSDP-2": FSDP2, "TP-2": TP2, "FSDP-2-x-TP-2": FSDP2_TP2}
 FAST = {
-    *((model, "sdpa", "bf16", "FSDP-2") for model in ("llama4-debugmodel", "qwen3-debugmodel_moe")),
+    *(
+        (model, "sdpa", "bf16", "FSDP-2")
+        for model in ("llama4-debugmodel", "qwen3-debugmodel_moe", "transformers-gpt_oss")
+    ),
     *((m, "flex", "fp32", "TP-2") for m in ("qwen3-debugmodel", "gpt_oss-debugmodel", "deepseek_v3-debugmodel")),
 }
 AUXILIARY = {

@@ -10,6 +10,7 @@ import importlib
 import json
 import sys
 from collections.abc import Iterable
+from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -82,6 +83,8 @@ def fingerprint(config: JobConfig, model: Decoder, dims: ParallelDims, options: 
         **{f"the model's {key}": str(value) for key, value in vars(model.config).items()},
         "the model's parameters": _hash_of_parameters(model),
         "torch": f"{torch.__version__} {torch.version.git_version}",
+        # Another library's models are its source.
+        **({"transformers": metadata.version("transformers")} if model.conversion is not None else {}),
         "device": _describe(options.target.device),
         "source of torchtitan_graph": _hash_of_source(Path(torchtitan_graph.__file__).parent),
         **{f"source of {name}": _hash_of_source(*_files_of(name)) for name in _own_packages(_own_names(config))},

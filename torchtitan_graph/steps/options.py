@@ -137,9 +137,10 @@ def step_options(config: JobConfig, model: Decoder, num_microbatches: int, targe
     training, validation, moe = config.training, config.validation, config.moe
     checkpoint, graphs = config.activation_checkpoint, Path(config.job.dump_folder, "graphs")
     if not any(isinstance(m, MoE) for m in model.modules()) and (moe.load_balance_loss or moe.router_z_loss):
+        what = "has no experts" if model.conversion is None else "has no experts, or transformers', without such losses"
         raise UserError(
             f"moe.load_balance_loss = {moe.load_balance_loss}, moe.router_z_loss = {moe.router_z_loss}: "
-            f"{config.model.name} {config.model.flavor} has no experts; leave them at 0"
+            f"{config.model.name} {config.model.flavor or ''} {what}; leave them at 0".replace("  ", " ")
         )
     pipeline = _pipeline(config, model, num_microbatches)
     auxiliary = AuxiliaryLoss(moe.load_balance_loss, moe.load_balance_over == "sequence", moe.router_z_loss)

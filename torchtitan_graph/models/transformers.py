@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from torchtitan_graph.capture.step import SideOutputs
 from torchtitan_graph.errors import UserError
@@ -48,6 +47,8 @@ from torchtitan_graph.transformers_private import (
     tensor_parallel_plan,
     text_config,
 )
+
+c10d = torch.ops._c10d_functional
 
 # The sizes that a smaller model has less of, and their names in transformers' configurations.
 SIZES = {
@@ -467,8 +468,9 @@ class Model(Decoder):
                 self._replace(name, module)
         if not side_outputs:
             return result
-        # Under tensor parallelism each rank's routers see a part of the row: its loads are not those of the step.
-        loads = {} if isinstance(self.output.weight, DTensor) else running.loads
+        loads = running.loads
+        if self.routing_group is not None:
+            loads = {n: c10d.wait_tensor(c10d.all_reduce(x, "sum", self.routing_group)) for n, x in loads.items()}
         return result, SideOutputs({}, {f"{name}{LOAD}": load_E for name, load_E in loads.items()})
 
 

@@ -71,6 +71,8 @@ class Assembly:
         model.ahead_weight = options.mtp_weight
         model.num_parts = options.num_microbatches * layout.dims.dp_replicate * layout.dims.fsdp
         model.parts_differ = options.lengths is not None
+        if layout.degree(TP) > 1 and not layout.dims.ep_spans_tp:
+            model.routing_group = layout.group(TP).group_name
         if options.float8 is not None:
             convert(model, options.float8)
         for module in model.modules():

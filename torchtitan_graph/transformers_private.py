@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import re
 import types
 from collections import defaultdict
@@ -69,7 +68,7 @@ def text_config(raw: Mapping[str, Any]) -> Any:
         raise UserError(f"model_type = {kind!r:.100} is none that transformers {version} knows")
     try:
         config = CONFIG_MAPPING[kind].from_dict(_decoded({**raw})).get_text_config(decoder=True)
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
+    except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
         raise UserError(f"transformers {version} can't read this configuration of {kind}: {error}") from error
     except Exception as error:  # its validation's, of huggingface_hub
         if "Validation" not in type(error).__name__:
@@ -89,12 +88,6 @@ def keys_of(config: Any) -> dict[str, Any]:
 
 def _decoded(raw: dict[str, Any]) -> dict[str, Any]:
     return transformers.PreTrainedConfig._decode_special_floats(raw)  # type: ignore[no-any-return]
-
-
-@functools.cache
-def default_keys(kind: str) -> frozenset[str]:
-    """Return the keys in a config.json of a type."""
-    return frozenset(CONFIG_MAPPING[kind]().to_dict())
 
 
 def attribute_map(kind: str) -> dict[str, str]:
@@ -215,21 +208,21 @@ def drawn(model: nn.Module, name: str, around: str, sizes: Sequence[int] | None)
 def _stand_ins(
     model: nn.Module, name: str, around: str, sizes: Sequence[int] | None, most: int | None
 ) -> dict[str, nn.Module]:
-    """Return stand-ins of the modules around a parameter, the model's first, by name, with zeros for parameters: of at
+    """Return stand-ins of the modules around a parameter, the model's first, by name, with parameters of nan: of at
     most `most` in each dim, the one of that name of these sizes."""
     chain: dict[str, nn.Module] = {}
 
-    def zeros(path: str, x: Tensor | None) -> nn.Parameter | None:
+    def parameter(path: str, x: Tensor | None) -> nn.Parameter | None:
         if x is None:
             return None
         shape = sizes if sizes is not None and path == name else [min(size, most or size) for size in x.shape]
-        return nn.Parameter(torch.zeros(tuple(shape), device="cpu"), requires_grad=False)
+        return nn.Parameter(torch.full(tuple(shape), torch.nan, device="cpu"), requires_grad=False)
 
     def stand_in(module: nn.Module, path: str) -> nn.Module:
         new: Any = object.__new__(next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule)))
         held, begin, is_whole = vars(module), f"{path}." if path else "", f"{path}.".startswith(f"{around}.")
         new.__dict__ |= held | ({"padding_idx": None} if "padding_idx" in held else {})
-        new.__dict__["_parameters"] = {n: zeros(begin + n, x) for n, x in module._parameters.items()}
+        new.__dict__["_parameters"] = {n: parameter(begin + n, x) for n, x in module._parameters.items()}
         buffers = {n: None if x is None else torch.zeros(x.shape, device="cpu") for n, x in module._buffers.items()}
         new.__dict__["_buffers"] = buffers
         if not path or name.startswith(begin):
@@ -286,7 +279,11 @@ class Conversion:
 
     def skips(self, name: str) -> bool:
         """Return whether a tensor of the files is known to be no part of the model."""
-        patterns = [*(self._model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"]  # type: ignore[misc]
+        patterns = [
+            *(self._model._keys_to_ignore_on_load_unexpected or ()),
+            r"rotary_emb\.inv_freq$",
+            r"attn\.masked_bias$",
+        ]  # type: ignore[misc]
         return any(re.search(pattern, name) for pattern in patterns)
 
     def groups(self, shapes: Mapping[str, tuple[int, ...]]) -> list[Group]:
@@ -306,7 +303,8 @@ class Conversion:
     ) -> Group:
         if converter is None:
             (name, *others) = [x for names in files.values() for x in names]
-            assert not others, (target, others)
+            if others:
+                raise UserError(f"the files hold {target} twice, as {name} and {others[0]}: remove one")
             return Group(files, {target: tuple(shapes[name])}, False, None)
 
         def convert(tensors: dict[str, list[Tensor]]) -> dict[str, Tensor]:

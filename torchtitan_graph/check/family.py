@@ -209,7 +209,7 @@ def _by_graph(cell: Cell) -> Seen:
 
 
 def check_layout(cell: Cell) -> None:
-    if cell.dims.cp * cell.dims.ep > 1:
+    if cell.dims.cp * cell.dims.ep * cell.dims.pp > 1:
         skip_unless_planned(cell)
     (expected,) = _everywhere(_plain, dataclasses.replace(cell, dims=ParallelDims()))
     what = f"these ranks compute other numbers than one: look at {_cause(cell.dims)}"
@@ -223,6 +223,8 @@ def skip_unless_planned(cell: Cell) -> None:
     try:
         check_plan(model, plan_of(load_family(cell.family), model), cell.dims)
         model.check_attention(cell.dims.cp)
+        if cell.dims.pp > 1 and model.no_pipeline is not None:
+            raise UserError(model.no_pipeline)
         if cell.dims.cp > 1 and model.mixes_documents is not None:
             raise UserError(f"{model.mixes_documents} mixes all tokens of a row, of which a rank has a part")
     except UserError as reason:

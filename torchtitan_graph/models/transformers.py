@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torchtitan_graph.capture.step import SideOutputs
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.models.layers.decoder import LOAD, Decoder, check_attn
-from torchtitan_graph.models.layers.init import Constant, Drawn, Initial, allocate
+from torchtitan_graph.models.layers.init import STD, Constant, Drawn, Initial, allocate
 from torchtitan_graph.models.layers.masks import Rule, all_of, begins_of, causal, chunked, same_document, sliding
 from torchtitan_graph.models.layers.of_transformers import (
     InDouble,
@@ -40,7 +40,6 @@ from torchtitan_graph.transformers_private import (
     attribute_map,
     build,
     class_name,
-    default_keys,
     drawn,
     keys_of,
     model_types,
@@ -74,7 +73,8 @@ _OTHER = (
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """A configuration of transformers: `rest` is the JSON of its keys that have no field here."""
+    """A configuration of transformers: `rest` is its config.json, in which the other fields replace the sizes that
+    differ."""
 
     rest: str
     dim: int
@@ -96,11 +96,12 @@ class Config:
         """Return the keys of a config.json, with transformers' names."""
         raw = json.loads(self.rest)
         attributes = attribute_map(raw["model_type"])
-        sizes = {attributes.get(theirs, theirs): getattr(self, ours) for ours, theirs in SIZES.items()}
-        if "qk_rope_head_dim" in raw:  # latent attention: the width of heads is the sum of others
-            sizes |= {"head_dim": raw["qk_rope_head_dim"], "num_key_value_heads": self.num_heads}
-        known = default_keys(raw["model_type"])
-        raw |= {name: x for name, x in sizes.items() if name in known and (x or isinstance(x, bool))}
+        held = {ours: _size(raw, attributes.get(theirs, theirs)) for ours, theirs in SIZES.items()}
+        changed = {ours: getattr(self, ours) for ours in SIZES if getattr(self, ours) != held[ours]}
+        raw |= {attributes.get(SIZES[ours], SIZES[ours]): x for ours, x in changed.items()}
+        if "qk_rope_head_dim" in raw and changed.keys() & {"head_dim", "num_heads"}:
+            # Latent attention: the width of heads is the sum of others.
+            raw |= {"head_dim": raw["qk_rope_head_dim"], "num_key_value_heads": self.num_heads}
         for name, x in raw.items():
             if isinstance(x, list) and len(x) == self.rest_layers != self.num_layers:  # by layer: repeated or cut
                 raw[name] = (x * self.num_layers)[: self.num_layers]
@@ -118,24 +119,36 @@ def from_hf_config(raw: dict[str, Any]) -> Config:
         UserError: transformers has no such causal language model, or it draws random numbers in training.
     """
     config = text_config(raw)
-    keys = keys_of(config)
-    sizes = {ours: keys.get(config.attribute_map.get(theirs, theirs)) for ours, theirs in SIZES.items()}
-    sizes |= {n: getattr(config, SIZES[n], None) for n in ("dim", "num_layers", "num_heads") if sizes[n] is None}
-    lacking = [SIZES[name] for name in ("dim", "num_layers", "vocab_size") if not isinstance(sizes[name], int)]
+    keys = {name: x for name, x in keys_of(config).items() if name not in _OTHER}
+    sizes = {ours: _size(keys, config.attribute_map.get(theirs, theirs)) for ours, theirs in SIZES.items()}
+    needed = ("dim", "num_layers", "num_heads")  # properties in some
+    sizes |= {name: getattr(config, SIZES[name], 0) for name in needed if not sizes[name]}
+    lacking = [
+        SIZES[name]
+        for name in ("dim", "num_layers", "vocab_size")
+        if not isinstance(sizes[name], int) or not sizes[name]
+    ]
     if lacking:
         raise UserError(f"model_type = {config.model_type!r}: its configuration has no {', '.join(lacking)}")
     if dropout := [f"{k} = {x}" for k, x in keys.items() if _is_dropout(k) and isinstance(x, (int, float)) and x > 0]:
         raise UserError(
             f"{', '.join(dropout)}: dropout draws random numbers, which a graph can't; set it to 0 in config.json"
         )
-    apart = {*_OTHER, *(config.attribute_map.get(name, name) for name in SIZES.values())}
-    rest = {name: x for name, x in keys.items() if name not in apart}
-    found: dict[str, Any] = {name: x for name, x in sizes.items() if isinstance(x, (int, bool))}
-    return Config(json.dumps(rest, sort_keys=True), rest_layers=found["num_layers"], **found)
+    if raw.get("output_router_logits"):
+        raise UserError(
+            "output_router_logits = true: the routers' loss of transformers is not computed; set it to false"
+        )
+    found: dict[str, Any] = {name: x for name, x in sizes.items() if isinstance(x, int)}
+    return Config(json.dumps(keys, sort_keys=True), rest_layers=found["num_layers"], **found)
+
+
+def _size(keys: dict[str, Any], name: str) -> Any:
+    """Return a size in a config.json; 0 where it has none, or one for each layer."""
+    return keys[name] if isinstance(keys.get(name), int) else 0
 
 
 def _is_dropout(name: str) -> bool:
-    return "dropout" in name or "pdrop" in name or "drop_rate" in name or name == "router_jitter_noise"
+    return any(word in name for word in ("dropout", "pdrop", "drop_rate", "layerdrop", "jitter_noise"))
 
 
 def to_hf_config(config: Config) -> dict[str, Any]:
@@ -186,8 +199,9 @@ class _Unread:
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __truediv__ = __floordiv__ = __str__ = __format__ = _fail  # type: ignore[assignment]
 
 
-class _Read(Exception):
-    pass
+class _Read(UserError):
+    def __init__(self) -> None:
+        super().__init__("it reads a layer's number where its first forward pass did not")
 
 
 class _Elsewhere(nn.Module):
@@ -209,6 +223,11 @@ class _Given(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.call(*args, **kwargs)
+
+
+def _note_flow(flow: list[tuple[str, Any, Any]], name: str, module: nn.Module, args: Any, kwargs: Any, y: Any) -> None:
+    given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+    flow.append((name, given[0] if given else None, y))
 
 
 @functools.cache  # one for all layers, which stay alike
@@ -264,12 +283,17 @@ class Model(Decoder):
         numbered = [(m, m.layer_idx) for m in self.get_submodule(self._list).modules() if hasattr(m, "layer_idx")]
         row, out = torch.arange(8, device="meta").unsqueeze(0), self.get_submodule(self._ends[1])
         running, projected = Running(self._names, found={}), list[Tensor]()
-        handle = out.register_forward_hook(lambda module, args, y: projected.append(y))
+        flow = list[tuple[str, Any, Any]]()  # what the stages of a pipeline are made of: name, first argument, result
+        handles = [out.register_forward_hook(lambda module, args, y: projected.append(y))]
+        for name, module in self._stage_modules():
+            hook = functools.partial(_note_flow, flow, name)
+            handles.append(module.register_forward_hook(hook, with_kwargs=True))
         try:
             for is_read in (False, True):
                 for module, number in numbered:
                     module.layer_idx = number if is_read else _Unread()  # type: ignore[assignment]
                 running, projected = Running(self._names, found={}), []
+                flow.clear()
                 try:
                     with run_with(running), torch.no_grad(), torch.device("meta"):
                         logits = theirs(input_ids=row, position_ids=row, use_cache=False).logits
@@ -281,7 +305,9 @@ class Model(Decoder):
         except Exception as error:
             raise UserError(f"{type(theirs).__name__} can't be traced: {error} ({_line_of(error)})") from error
         finally:
-            handle.remove()
+            for handle in handles:
+                handle.remove()
+        self.no_pipeline = self._why_no_pipeline(flow)
         self.projects_last = len(projected) == 1 and projected[0] is logits
         names = {module: name for name, module in self.named_modules()}
         self._rules, self._attentions = (
@@ -299,6 +325,35 @@ class Model(Decoder):
         mixing = [name for name in self.blocks if name not in rules]
         self.mixes_documents = ", ".join(mixing[:3]) if mixing else "the state" if theirs._is_stateful else None
         adapt_attention([self.get_submodule(name) for name in self._attentions])
+
+    def _stage_modules(self) -> list[tuple[str, nn.Module]]:
+        """Return the blocks and the modules beside their list, with and without parameters."""
+        base = self._list.rpartition(".")[0]
+        beside = [
+            (f"{base}.{n}", m) for n, m in self.get_submodule(base).named_children() if f"{base}.{n}" != self._list
+        ]
+        return [*self.blocks.items(), *beside]
+
+    def _why_no_pipeline(self, flow: list[tuple[str, Any, Any]]) -> str | None:
+        """Return why the list of layers can't be cut: in a stage the modules of others return what they are given."""
+        base, blocks = self._theirs[0].base_model, list(self.blocks)
+        if base is self._theirs[0]:
+            return f"{type(base).__name__} has no model without its output layer"
+        names = [name for name, _, y in flow if isinstance(y, Tensor) or name in blocks]
+        if [name for name in names if name in blocks] != blocks:
+            return f"it does not run {self._list} once, in order"
+        if not all(isinstance(y, Tensor) for name, _, y in flow if name in blocks):
+            return "its layers return more than one tensor"
+        before, after = names[: names.index(blocks[0])], names[names.index(blocks[-1]) + 1 :]
+        weighted = [name for name in before if next(self.get_submodule(name).parameters(), None) is not None]
+        if weighted != [self._ends[0]]:
+            return f"{', '.join(weighted)} run before its layers, and a later stage has no tokens for them"
+        if [*weighted, *blocks, *after, self._ends[1]] != self.modules_in_order:
+            return f"{', '.join(after)} run after its layers, in another order than it has them or without parameters"
+        chain = [(x, y) for name, x, y in flow if name in (*blocks, *after)]
+        if any(x is not y for (_, y), (x, _) in zip(chain, chain[1:], strict=False)):
+            return "what one of its layers returns is changed before the next"
+        return None
 
     def _make_plan(self) -> None:
         """Translate transformers' plan of tensor parallelism. A parameter whose style has no role here gets none, so
@@ -320,8 +375,8 @@ class Model(Decoder):
         for name, module in self.named_modules():
             if _starred(name) in partial:  # sums are taken of a module's first argument, by position
                 first = next(iter(inspect.signature(module.forward).parameters))
-                module._forward_pre_hooks[0] = _first_by_position(first)  # type: ignore[assignment]
-                module._forward_pre_hooks_with_kwargs[0] = True
+                module._forward_pre_hooks[-1] = _first_by_position(first)  # type: ignore[assignment]
+                module._forward_pre_hooks_with_kwargs[-1] = True
             if isinstance(module, Rows):
                 plan[_starred(name)] = {"ep": "dispatch"}
         for name, _ in self.named_parameters(remove_duplicate=False):
@@ -416,6 +471,8 @@ class Model(Decoder):
                 return drawn(self._theirs[0], name, around, sizes).float()
 
         corner = draw(None)
+        if corner.isnan().any():  # it starts as __init__ makes it, which a model on meta has not
+            return STD if corner.dim() > 1 else 0.0
         if corner.numel() == 1 or corner.min() == corner.max():
             value = float(corner.flatten()[0])
             return None if value == 1 else 0.0 if value == 0 else Constant(value)
@@ -455,7 +512,8 @@ class Model(Decoder):
             is_double = next(self.parameters()).dtype == torch.float64
             with run_with(running), InDouble() if is_double else nullcontext():
                 theirs: Any = self._theirs[0] if last else self._theirs[0].base_model
-                given = {"input_ids" if first else "inputs_embeds": tokens_BL}
+                # What it is given for embeddings it may write to.
+                given = {"input_ids": tokens_BL} if first else {"inputs_embeds": torch.zeros_like(tokens_BL)}
                 result = theirs(**given, position_ids=positions_BL, use_cache=False)[
                     "logits" if last else "last_hidden_state"
                 ]

@@ -93,6 +93,8 @@ def _check_loss_chunks(config: JobConfig, model: Decoder, dims: ParallelDims, op
 
 def _check_state(config: JobConfig, model: Decoder, dims: ParallelDims) -> None:
     """Check that what mixes a row's tokens without a mask meets one document, on one rank."""
+    if dims.pp > 1 and model.no_pipeline is not None:
+        raise UserError(f"parallelism.pipeline_parallel_degree = {dims.pp}: not of this model: {model.no_pipeline}")
     if model.mixes_documents is None:
         return
     what = f"model.name = {config.model.name!r}: {model.mixes_documents} of this model mixes all tokens of a row"

@@ -257,3 +257,89 @@ def test_tensor_parallelism_of_a_style_without_a_role_is_refused_by_the_paramete
 def test_another_number_of_layers_has_as_many_of_each_list() -> None:
     config = tiny_config(family.FLAVORS["gemma2"], num_layers=5)
     assert len(config.of_transformers().layer_types) == 5
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        {"model_type": "mistral", "sliding_window": None},
+        {"model_type": "mistral", "sliding_window": 512, "head_dim": 96},
+        {"model_type": "qwen2", "hidden_size": 32, "num_attention_heads": 4, "head_dim": 16},
+        {"model_type": "granitemoehybrid", "num_local_experts": 0},
+        {"model_type": "deepseek_v4"},
+        {"model_type": "gemma3n_text"},
+    ],
+    ids=str,
+)
+def test_every_key_of_a_configuration_is_kept(raw: dict[str, Any]) -> None:
+    from torchtitan_graph.transformers_private import keys_of, text_config
+
+    given = {"output_router_logits": False, "use_cache": False, "pad_token_id": None, **raw}
+    assert keys_of(family.from_hf_config(raw).of_transformers()) == keys_of(text_config(given))
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("olmo", "model.norm run after its layers, in another order than it has them or without parameters"),
+        ("opt", "run before its layers"),
+        ("gpt2", "transformer.wpe run before its layers"),
+        ("mpt", "return more than one tensor"),
+    ],
+)
+def test_a_pipeline_of_a_model_that_cannot_be_cut_is_refused(kind: str, why: str) -> None:
+    options = Cell(family="transformers", flavor="debugmodel").options("graph")
+    config = load(["--model.name=transformers", "--training.one_document_per_row"])
+    with pytest.raises(UserError, match=f"pipeline_parallel_degree = 2: not of this model: .*{why}"):
+        check_steps(config, on_meta(kind), family, ParallelDims(pp=2), options)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma", "mixtral", "gpt_oss", "granite", "ctrl"])
+def test_two_stages_compute_what_the_whole_model_does(kind: str) -> None:
+    """Of models that scale their embeddings, too, and of one that does so in place."""
+    model = on_meta(kind)
+    assert model.no_pipeline is None
+    allocate(model, torch.float64)
+    torch.manual_seed(0)
+    tokens_BL, positions_BL = torch.randint(VOCAB, (3, 11)), torch.arange(11).expand(3, -1)
+    names = model.modules_in_order
+    cut = names.index(list(model.blocks)[1])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(0.1 * torch.randn(parameter.shape))
+        masks = model.masks(torch.zeros_like(tokens_BL), positions_BL)
+        sent_BLD = model(tokens_BL, positions_BL, masks, only=names[:cut])
+        logits_BLV = model(sent_BLD, positions_BL, masks, only=names[cut:])
+        assert torch.equal(logits_BLV, model(tokens_BL, positions_BL, masks))
+
+
+def test_a_parameter_that_takes_no_gradient_still_takes_none() -> None:
+    model = on_meta("qwen2")
+    model.model.norm.weight.requires_grad_(False)
+    allocate(model, torch.float32)
+    assert [name for name, p in model.named_parameters() if not p.requires_grad] == ["model.norm.weight"]
+
+
+def test_what_a_file_says_and_is_not_done_is_refused() -> None:
+    with pytest.raises(UserError, match="output_router_logits = true"):
+        family.from_hf_config({"model_type": "mixtral", "output_router_logits": True})
+    with pytest.raises(UserError, match="layerdrop = 0.1"):
+        family.from_hf_config({"model_type": "opt", "layerdrop": 0.1, "dropout": 0.0})
+
+
+def test_a_tied_weight_is_found_by_its_second_name(tmp_path: Path) -> None:
+    tensors = {name: x.clone() for name, x in stock("gemma2").state_dict().items()}
+    table = tensors.pop("model.embed_tokens.weight")
+    write_folder(tmp_path, tensors)
+    model = on_meta("gemma2")
+    allocate(model, torch.float64)
+    load_weights(model, family, tmp_path)
+    assert torch.equal(model.tok_embeddings.weight, table)
+
+
+def test_files_with_two_spellings_of_a_name_are_refused(tmp_path: Path) -> None:
+    tensors = {name: x.clone() for name, x in stock("qwen2").state_dict().items()}
+    tensors["norm.weight"] = tensors["model.norm.weight"].clone()
+    write_folder(tmp_path, tensors)
+    with pytest.raises(UserError, match="the files hold model.norm.weight twice, as model.norm.weight and norm.weight"):
+        check_weights(on_meta("qwen2"), family, tmp_path)

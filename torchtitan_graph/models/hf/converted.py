@@ -90,6 +90,11 @@ def converted_places(model: nn.Module, files: Files) -> tuple[list[Converted], l
     of_output = {name: group for group in groups for name in group.outputs}
     once = live_tensors(model)
     twice = {n: p for n, p in model.named_parameters(remove_duplicate=False) if n not in once}
+    for name, x in once.items():
+        other = next((n for n, p in twice.items() if p is x and n in of_output), None)
+        if name not in of_output and other is not None:  # the files have a tied one by its second name
+            group = of_output.pop(other)
+            of_output[name] = group._replace(outputs={name: group.outputs[other]}) if group.convert is None else group
     wanted = [Converted(name, x, of_output[name], real) for name, x in once.items() if name in of_output]
     tied = [Converted(name, x, of_output[name], real) for name, x in twice.items() if name in of_output]
     skipped = {name for name in shapes if conversion.skips(name)}

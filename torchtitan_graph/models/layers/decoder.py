@@ -134,6 +134,7 @@ class Decoder(nn.Module):
 
     projects_last = True  # the logits are what the output layer returns
     routing_group: str | None = None  # of the ranks over whose parts of a row such a library's routers sum their loads
+    no_pipeline: str | None = None  # why such a model can't be cut into stages
     mixes_documents: str | None = None  # what in it mixes the tokens of a row, over the ends of documents
     conversion: Any = None  # of another library's model: how the tensors of files become its own
 

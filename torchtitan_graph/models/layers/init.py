@@ -127,7 +127,7 @@ def initialize_buffers(model: nn.Module) -> None:
 def allocate(model: nn.Module, dtype: torch.dtype) -> None:
     """Allocate memory for a model on meta: tied parameters stay tied, unlike with `to_empty`. Buffers are
     initialized."""
-    new = {p: nn.Parameter(torch.empty(p.shape, dtype=dtype)) for p in model.parameters()}
+    new = {p: nn.Parameter(torch.empty(p.shape, dtype=dtype), p.requires_grad) for p in model.parameters()}
     for module in model.modules():
         for leaf, parameter in module._parameters.items():
             if parameter is not None:

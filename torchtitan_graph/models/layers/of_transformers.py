@@ -164,7 +164,7 @@ def experts_of(experts: nn.Module, x_TD: Tensor, chosen_TA: Tensor, weights_TA: 
     _loads[-1][experts.name] = load_E  # type: ignore[index]
     y_SD = experts.rows(permuted(x_TD, order_S, inverse_S, chosen_TA.shape[1]), load_E)  # type: ignore[operator]
     y_TAD = permuted(y_SD, inverse_S, order_S).unflatten(0, chosen_TA.shape)
-    return (y_TAD * weights_TA.unsqueeze(-1).to(y_TAD.dtype)).sum(1).to(x_TD.dtype)
+    return (y_TAD * weights_TA.unsqueeze(-1)).sum(1).to(x_TD.dtype)
 
 
 def adapt_experts(block: nn.Module) -> None:
@@ -175,7 +175,7 @@ def adapt_experts(block: nn.Module) -> None:
         module.name, module.all_experts, module.rows = name, module.num_experts, Rows(module)  # type: ignore[assignment]
     if experts:
         block.forward = partial(_with_loads, block.forward)
-        block._forward_hooks[0] = _take_loads
+        block._forward_hooks[-1] = _take_loads
 
 
 def _with_loads(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Tensor]]:

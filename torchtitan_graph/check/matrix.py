@@ -334,9 +334,9 @@ def train(
             loss, state, _ = steps.train(batches, num_tokens, [batch.to("cpu") for batch in batches])
         seen |= {f"step {k}: {name}": x for name, x in state.items()}
         seen[f"step {k}: loss"] = loss
-        seen |= {
-            f"step {k}: gradient of {n}": _copied(p.grad) for n, p in model.named_parameters() if p.grad is not None
-        }
+        # Only another library's models may have parameters without a gradient, such as a router's bias.
+        given = [(n, p.grad) for n, p in model.named_parameters() if p.grad is not None or model.conversion is None]
+        seen |= {f"step {k}: gradient of {n}": _copied(gradient) for n, gradient in given}
         if update is not None:
             seen[f"step {k}: norm"] = update.clip(loss)
         else:

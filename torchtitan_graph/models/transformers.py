@@ -416,7 +416,7 @@ class Model(Decoder):
                 self._replace(name, _Elsewhere())
 
     def _replace(self, name: str, module: nn.Module) -> nn.Module:
-        """Put a module in the place of another, and return that."""
+        """Replace a module by another, and return the replaced one."""
         owner, _, leaf = name.rpartition(".")
         held = self.get_submodule(owner)._modules
         old, held[leaf] = held[leaf], module

@@ -213,6 +213,15 @@ class Experts(nn.Module):
         return grouped_mm(x, getattr(self, weight), offsets_E, transposed=True)
 
 
+def sorted_slots(chosen_TA: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the order (S) that sorts the slots by expert, its inverse (S), and the number of slots of each expert (E).
+    See Note [Experts in a static graph]."""
+    expert_S, order_S = chosen_TA.flatten().sort(stable=True)
+    inverse_S = torch.empty_like(order_S).scatter(0, order_S, torch.arange(order_S.shape[0], device=order_S.device))
+    offsets_E = torch.searchsorted(expert_S, torch.arange(num_experts, device=order_S.device), right=True)
+    return order_S, inverse_S, offsets_E.diff(prepend=offsets_E.new_zeros(1))
+
+
 class MoE(nn.Module):
     """A mixture of experts in place of a feed-forward layer. See Note [Experts in a static graph].
 
@@ -249,11 +258,7 @@ class MoE(nn.Module):
     def forward(self, x_BLD: Tensor) -> tuple[Tensor, Routing]:
         x_TD, A = x_BLD.flatten(0, 1), self.config.top_k
         scores_TA, chosen_TA, logits_TE = self.router(x_TD)
-        expert_S, order_S = chosen_TA.flatten().sort(stable=True)
-        inverse_S = torch.empty_like(order_S).scatter(0, order_S, torch.arange(order_S.shape[0], device=x_BLD.device))
-        numbers_E = torch.arange(self.config.num_experts, device=x_BLD.device)
-        offsets_E = torch.searchsorted(expert_S, numbers_E, right=True)
-        load_E = offsets_E.diff(prepend=offsets_E.new_zeros(1))
+        order_S, inverse_S, load_E = sorted_slots(chosen_TA, self.config.num_experts)
         scores_TA1 = scores_TA.unsqueeze(-1).to(x_TD.dtype)
         x_SD = permuted(x_TD, order_S, inverse_S, A)
         if self.config.score_input:

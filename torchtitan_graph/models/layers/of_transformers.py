@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.models.layers.attention import Seen, attend
 from torchtitan_graph.models.layers.masks import Mask, as_bias
+from torchtitan_graph.models.layers.moe import sorted_slots
 from torchtitan_graph.ops.experts import every_second, grouped_add, grouped_mm, permuted
 from torchtitan_graph.transformers_private import documents_by_masks, register, rule_of
 
@@ -50,7 +51,7 @@ _loads: list[dict[str, Tensor]] = []  # of the block that runs
 
 @contextlib.contextmanager
 def run_with(running: Running) -> Iterator[None]:
-    """Let the functions below know of the forward pass that runs."""
+    """Set the forward pass that the functions below read their masks from, and record in."""
     _running.append(running)
     try:
         with documents_by_masks():
@@ -156,11 +157,7 @@ class Rows(nn.Module):
 
 def experts_of(experts: nn.Module, x_TD: Tensor, chosen_TA: Tensor, weights_TA: Tensor) -> Tensor:
     """Return the weighted sum of the chosen experts' results. See Note [Experts in a static graph]."""
-    expert_S, order_S = chosen_TA.flatten().sort(stable=True)
-    inverse_S = torch.empty_like(order_S).scatter(0, order_S, torch.arange(order_S.shape[0], device=order_S.device))
-    numbers_E = torch.arange(experts.all_experts, device=order_S.device)  # type: ignore[call-overload]
-    offsets_E = torch.searchsorted(expert_S, numbers_E, right=True)
-    load_E = offsets_E.diff(prepend=offsets_E.new_zeros(1))
+    order_S, inverse_S, load_E = sorted_slots(chosen_TA, experts.all_experts)  # type: ignore[arg-type]
     _loads[-1][experts.name] = load_E  # type: ignore[index]
     y_SD = experts.rows(permuted(x_TD, order_S, inverse_S, chosen_TA.shape[1]), load_E)  # type: ignore[operator]
     y_TAD = permuted(y_SD, inverse_S, order_S).unflatten(0, chosen_TA.shape)
@@ -168,8 +165,11 @@ def experts_of(experts: nn.Module, x_TD: Tensor, chosen_TA: Tensor, weights_TA: 
 
 
 def adapt_experts(block: nn.Module) -> None:
-    """Give a block's experts what `experts_of` needs of them; the block returns their loads too, as it is traced alone,
-    and a hook takes them off again."""
+    """Set the attributes that `experts_of` reads on a block's experts, and wrap the block's forward.
+
+    A block is traced by itself, so what leaves it must be among its results: the wrapper returns its experts' loads
+    too, and a hook after it records them and returns the block's own result.
+    """
     experts = {name: module for name, module in block.named_modules() if hasattr(module, "_is_expert_parallel")}
     for name, module in experts.items():
         module.name, module.all_experts, module.rows = name, module.num_experts, Rows(module)  # type: ignore[assignment]
@@ -195,7 +195,7 @@ def _take_loads(block: nn.Module, args: Any, result: Any) -> Any:
 
 
 def adapt_attention(modules: list[nn.Module]) -> None:
-    """Give the modules that attend the one at which context parallelism gathers keys and values."""
+    """Insert into each module that attends the `Seen` at which context parallelism gathers keys and values."""
     for module in modules:
         module.seen = Seen()
 

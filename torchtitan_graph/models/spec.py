@@ -136,8 +136,9 @@ def flavor_config(family: ModuleType, name: str, flavor: str, tokenizer_vocab_si
         UserError: as `build_model`.
     """
     if flavor not in family.FLAVORS:
-        hint = did_you_mean(flavor, family.FLAVORS)
-        raise UserError(f"model.flavor = {flavor!r}: legal for {name} are {', '.join(family.FLAVORS)}{hint}")
+        names = getattr(family, "FLAVOR_NAMES", [*family.FLAVORS])  # all, where FLAVORS yields some
+        legal = ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
+        raise UserError(f"model.flavor = {flavor!r}: legal for {name} are {legal}{did_you_mean(flavor, names)}")
     config = family.FLAVORS[flavor]
     if flavor.startswith("debugmodel"):
         return dataclasses.replace(config, vocab_size=tokenizer_vocab_size)

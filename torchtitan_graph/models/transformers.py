@@ -181,6 +181,7 @@ class Flavors(Mapping[str, Config]):
 
 
 FLAVORS = Flavors()
+FLAVOR_NAMES = ["debugmodel", *model_types()]
 HF_ARCHITECTURES = ("*",)
 
 # A model has its own: they follow from its modules.

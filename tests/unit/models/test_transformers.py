@@ -17,7 +17,7 @@ from torchtitan_graph.errors import UserError
 from torchtitan_graph.models import transformers as family
 from torchtitan_graph.models.hf import check_weights, choose_model, load_weights, save_weights
 from torchtitan_graph.models.layers.init import Constant, Drawn, allocate
-from torchtitan_graph.models.spec import tiny_config
+from torchtitan_graph.models.spec import build_model, tiny_config
 from torchtitan_graph.parallel.layout import ParallelDims
 from torchtitan_graph.parallel.parallelize import check_plan
 from torchtitan_graph.rates import RATES
@@ -325,6 +325,13 @@ def test_what_a_file_says_and_is_not_done_is_refused() -> None:
         family.from_hf_config({"model_type": "mixtral", "output_router_logits": True})
     with pytest.raises(UserError, match="layerdrop = 0.1"):
         family.from_hf_config({"model_type": "opt", "layerdrop": 0.1, "dropout": 0.0})
+
+
+def test_a_mistyped_model_type_is_refused_with_the_nearest() -> None:
+    with pytest.raises(
+        UserError, match=r"model.flavor = 'mistrall': legal for transformers are .* more; did you mean mi"
+    ):
+        build_model("transformers", "mistrall", "sdpa", 100)
 
 
 def test_a_tied_weight_is_found_by_its_second_name(tmp_path: Path) -> None:

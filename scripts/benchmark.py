@@ -3,6 +3,7 @@
     python scripts/benchmark.py --layouts fsdp1,fsdp2 --dtypes float32,bfloat16 --json benchmark.jsonl
     python scripts/benchmark.py --models llama3:small,llama3:mid,qwen3:debugmodel_moe --layouts fsdp1,hsdp4,tp2
     python scripts/benchmark.py --models gpt_oss --attn flex --layouts fsdp1 --dtypes float32
+    python scripts/benchmark.py --models llama3:DIR,transformers:DIR --modes eager,compile,graph
     python scripts/benchmark.py --modes eager,graph,graph@selective,graph@full,graph@75,graph@50,graph@0,blocks@50
     python scripts/benchmark.py --trace_layers 4,8,16,32,64
 
@@ -71,11 +72,16 @@ REGIONS = {"regional": ("layers.*.feed_forward", "layers.*.moe"), "blocks": ("la
 
 def config_of(args: argparse.Namespace) -> Any:
     flavors = load_family(args.family).FLAVORS
+    file = Path(args.flavor) / "config.json"
+    if file.is_file():
+        return load_family(args.family).from_hf_config(json.loads(file.read_text(encoding="utf-8")))
     if args.flavor in flavors:
         return flavors[args.flavor]
     if args.flavor not in SIZES:
         legal = ", ".join([*SIZES, *flavors])
-        raise UserError(f"--models {args.family}:{args.flavor}: legal for {args.family} are {legal}")
+        raise UserError(
+            f"--models {args.family}:{args.flavor}: legal for {args.family} are {legal}, and folders with a config.json"
+        )
     size = SIZES[args.flavor]
     heads = {"num_heads": size["dim"] // 64, "num_kv_heads": size["dim"] // 64, "ffn_dim": 3 * size["dim"]}
     return dataclasses.replace(flavors["debugmodel"], **size, **(heads if args.family == "llama3" else {}))
@@ -362,7 +368,8 @@ def main() -> None:
         "--models",
         type=words,
         default=["llama3"],
-        help="each FAMILY, or FAMILY:SIZE: a flavour, or small, mid (default), large: debug at dim 256, 512, 1024",
+        help="each FAMILY, or FAMILY:SIZE: a flavour; small, mid (default), large: debug at dim 256, 512, 1024; or a"
+        " folder with a config.json",
     )
     parser.add_argument("--layouts", type=words, default=["fsdp1", "fsdp2"], help="(default fsdp1,fsdp2)")
     parser.add_argument("--dtypes", type=words, default=["float32", "bfloat16"], help="compute dtypes")

@@ -47,7 +47,7 @@ def measure(rank: int, args: argparse.Namespace, folder: Path) -> None:
     layout = ParallelDims(dp_shard=args.ranks).layout(device.type)
     batch = make_batch(1, args.seq_len, config_of(args).vocab_size, device)
     num_tokens = torch.tensor(batch.labels_BL.numel() * args.ranks, device=device)
-    steps = build(args.mode, Precision(compute=torch.float32), args, layout, device)
+    steps, _ = build(args.mode, Precision(compute=torch.float32), args, layout, device)
     model = steps.model
     optimizer = build_optimizer(model, job.Optimizer())
     scheduler = build_lr_scheduler(optimizer, job.LRScheduler(), 1000)

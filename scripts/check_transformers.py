@@ -81,6 +81,7 @@ SMALL: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("mamba", "falcon_mamba"), {"intermediate_size": 128}),
     **dict.fromkeys(("bamba", "granitemoehybrid"), {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_expand": 2}),
     **dict.fromkeys(("axk1", "bailing_hybrid"), {"n_group": 2, "topk_group": 1}),
+    "dots1": {"n_routed_experts": 6},
     "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 2, "state_size": 16, "chunk_size": 8},
     "deepseek_v2": {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "head_dim": 64},
     "gpt_neo": {"num_layers": 4, "attention_types": [[["global", "local"], 2]]},

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import re
+import sys
 import types
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,6 +30,7 @@ from transformers.core_model_loading import (
     rename_source_key,
     revert_weight_conversion,
 )
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.initialization import no_init_weights
 from transformers.integrations.moe import ExpertsInterface
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -57,24 +60,57 @@ def model_types() -> list[str]:
     return sorted(name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name in CONFIG_MAPPING)
 
 
-def text_config(raw: Mapping[str, Any]) -> Any:
+def text_config(raw: Mapping[str, Any], code: str = "") -> Any:
     """Return transformers' configuration of the language model in a config.json, alone.
 
+    Args:
+        code: the folder whose own Python code defines it.
+
     Raises:
-        UserError: this release has no such model, or can't read its configuration.
+        UserError: this release or the folder has no such model, or can't read its configuration.
     """
-    kind, version = raw.get("model_type"), transformers.__version__
-    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
-        raise UserError(f"model_type = {kind!r:.100} is none that transformers {version} knows")
+    kind, version, made = raw.get("model_type"), transformers.__version__, config_class(raw, code)
     try:
-        config = CONFIG_MAPPING[kind].from_dict(_decoded({**raw})).get_text_config(decoder=True)
+        config = made.from_dict(_decoded({**raw})).get_text_config(decoder=True)
     except Exception as error:  # of any kind: classes check their values in their own ways
         raise UserError(f"transformers {version} can't read this configuration of {kind}: {error}") from error
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    if not code and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UserError(f"model_type = {kind!r}: transformers {version} has no causal language model of it")
     if getattr(config, "is_encoder_decoder", False):
         raise UserError(f"model_type = {kind!r}: a decoder that reads an encoder's result can't be trained alone")
     return config
+
+
+def config_class(raw: Mapping[str, Any], code: str = "") -> Any:
+    """Return the class of the configuration in a config.json, as `text_config`."""
+    kind = raw.get("model_type")
+    if code:
+        return class_of_folder(raw, code, "AutoConfig")
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+        own = "; model.trust_remote_code = true runs the Python code in its folder" if raw.get("auto_map") else ""
+        raise UserError(f"model_type = {kind!r:.100} is none that transformers {transformers.__version__} knows{own}")
+    return CONFIG_MAPPING[kind]
+
+
+def class_of_folder(raw: Mapping[str, Any], code: str, kind: str) -> Any:
+    """Return the class that a folder's own Python code has for one of transformers' automatic ones. It runs that code.
+
+    Raises:
+        UserError: the folder has none, names another repository, or its code can't be run.
+    """
+    named = raw.get("auto_map")
+    reference = named.get(kind) if isinstance(named, dict) else None
+    if not isinstance(reference, str) or not reference:
+        raise UserError(f"model.trust_remote_code = true: its auto_map has no {kind}, so no code to run; leave it out")
+    if "--" in reference:
+        raise UserError(f"auto_map.{kind} = {reference!r} is code of another repository: copy its files to this folder")
+    try:
+        return _class_of_folder(reference, code)
+    except Exception as error:  # the code may do anything
+        raise UserError(f"the code of {reference} in {code} can't be run: {type(error).__name__}: {error}") from error
+
+
+_class_of_folder = functools.cache(get_class_from_dynamic_module)
 
 
 def keys_of(config: Any) -> dict[str, Any]:
@@ -86,11 +122,6 @@ def _decoded(raw: dict[str, Any]) -> dict[str, Any]:
     return transformers.PreTrainedConfig._decode_special_floats(raw)  # type: ignore[no-any-return]
 
 
-def attribute_map(kind: str) -> dict[str, str]:
-    """Return the names in a config.json of a type's attributes that have the name of another type's."""
-    return dict(CONFIG_MAPPING[kind].attribute_map)
-
-
 def class_name(config: Any) -> str:
     """Return the name of the class of a configuration's causal language model."""
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
@@ -100,13 +131,15 @@ def class_name(config: Any) -> str:
 # --- models ---------------------------------------------------------------------------------------------------------
 
 
-def build(config: Any) -> tuple[nn.Module, dict[str, Tensor]]:
-    """Return the causal language model of a configuration on meta, and its buffers' values.
+def build(config: Any, kind: Any = None) -> tuple[nn.Module, dict[str, Tensor]]:
+    """Return the causal language model of a configuration on meta, and its buffers' values; `kind` is its class where
+    transformers does not know it.
 
     Its buffers are tables that __init__ computes, and no method fills in every model: so they are built on the CPU,
     and only parameters are moved to meta, one by one, before they are written. torch.device("meta") would lose them.
     """
     register_parameter, values = nn.Module.register_parameter, {}
+    name = class_name(config) if kind is None else kind.__name__
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         if parameter is not None and not parameter.is_meta:  # what is tied is there already
@@ -117,20 +150,16 @@ def build(config: Any) -> tuple[nn.Module, dict[str, Tensor]]:
     try:
         with torch.device("cpu"):
             with no_init_weights():
-                model = AutoModelForCausalLM.from_config(
-                    config, dtype=torch.float32, attn_implementation=OURS, experts_implementation=OURS
-                ).train()
+                make = AutoModelForCausalLM.from_config if kind is None else kind._from_config
+                model = make(config, dtype=torch.float32, attn_implementation=OURS, experts_implementation=OURS).train()
             model.tie_weights()  # a part of the initialization
     except ImportError as error:
-        raise UserError(f"transformers' {class_name(config)} needs another package: {error}") from error
+        raise UserError(f"transformers' {name} needs another package: {error}") from error
     except Exception as error:
         if error.args == (OURS,):  # it has a table of attentions of its own
-            raise UserError(
-                f"transformers' {class_name(config)} has attention of its own, without a registry"
-            ) from None
-        kind = type(error).__name__
+            raise UserError(f"transformers' {name} has attention of its own, without a registry") from None
         raise UserError(
-            f"transformers can't build {class_name(config)} of this configuration: {kind}: {error}"
+            f"transformers can't build {name} of this configuration: {type(error).__name__}: {error}"
         ) from error
     finally:
         nn.Module.register_parameter = register_parameter  # type: ignore[method-assign]
@@ -178,6 +207,15 @@ def rule_of(mask_function: Callable[..., Any], local_size: int | None) -> str:
 def tensor_parallel_plan(model: nn.Module) -> dict[str, str]:
     """Return the model's own plan: a pattern of names -> its style there, such as "colwise"."""
     return dict(model.tp_plan or {})  # type: ignore[arg-type]
+
+
+def router_of(model: Any) -> tuple[type[nn.Module], int] | None:
+    """Return the class of a model's routers, and which of their results are the logits, if transformers has a
+    load-balancing loss for it: its records of outputs have no public name."""
+    recorded = (getattr(model, "_can_record_outputs", None) or {}).get("router_logits")
+    kind, at = getattr(recorded, "target_class", recorded), getattr(recorded, "index", 0)
+    has_loss = hasattr(sys.modules[type(model).__module__], "load_balancing_loss_func")
+    return (kind, at) if has_loss and isinstance(kind, type) and issubclass(kind, nn.Module) else None
 
 
 def drawn(model: nn.Module, name: str, around: str, sizes: Sequence[int] | None) -> Tensor:

@@ -96,6 +96,11 @@ class Model:
         "Folder with a tokenizer.json, or that file; not set: bytes are the tokens. A config.json in the folder gives"
         " the architecture; with flavor set, the two must agree. This option alone loads no weights.",
     )
+    trust_remote_code: bool = option(
+        False,
+        "Build the model by the Python code in the folder hf_assets_path, which auto_map in its config.json names. That"
+        " code can do anything that you can: read it before. False: it is never run.",
+    )
     converters: list[str] = option(
         [],
         "Layers to quantize. float8: linear layers multiply in float8, see [quantize.linear.float8]; mx: in MXFP8,"

@@ -52,7 +52,7 @@ class Dashboard(Protocol):
     def close(self) -> None: ...
 
 
-_LOAD = ".moe.load"  # the suffix of the names of experts' loads in a step's state
+_LOAD = ".load"  # the suffix of the names of experts' loads in a step's state
 
 
 class Metrics:
@@ -205,7 +205,7 @@ class Metrics:
             "memory_gib": peak_memory_gib(),
         }
         state = self._of_all_stages(self._state)
-        loads = {name.removesuffix(_LOAD): x for name, x in state.items() if name.endswith(_LOAD)}
+        loads = {name.removesuffix(_LOAD).removesuffix(".moe"): x for name, x in state.items() if name.endswith(_LOAD)}
         # The largest load of an expert over the mean load: 1 is perfect balance.
         by_layer = {name: float(load_E.max() / load_E.double().mean()) for name, load_E in loads.items()}
         terms = {name.removeprefix(TERM): float(x) for name, x in state.items() if name.startswith(TERM)}

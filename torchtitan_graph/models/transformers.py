@@ -27,22 +27,26 @@ from torchtitan_graph.errors import UserError
 from torchtitan_graph.models.layers.decoder import LOAD, Decoder, check_attn
 from torchtitan_graph.models.layers.init import STD, Constant, Drawn, Initial, allocate
 from torchtitan_graph.models.layers.masks import Rule, all_of, begins_of, causal, chunked, same_document, sliding
+from torchtitan_graph.models.layers.moe import move_correction_bias
 from torchtitan_graph.models.layers.of_transformers import (
     InDouble,
     Rows,
     Running,
     adapt_attention,
     adapt_experts,
+    correction_bias,
     run_with,
 )
 from torchtitan_graph.transformers_private import (
     Conversion,
-    attribute_map,
     build,
     class_name,
+    class_of_folder,
+    config_class,
     drawn,
     keys_of,
     model_types,
+    router_of,
     tensor_parallel_plan,
     text_config,
 )
@@ -90,12 +94,13 @@ class Config:
     window: int = 0
     tied: bool = False
     rest_layers: int = 0  # the number of layers that lists in `rest` are for
+    code: str = ""  # the folder whose own Python code defines the model
     norm_eps: float = 0.0  # its own modules have it
 
     def as_dict(self) -> dict[str, Any]:
         """Return the keys of a config.json, with transformers' names."""
         raw = json.loads(self.rest)
-        attributes = attribute_map(raw["model_type"])
+        attributes = config_class(raw, self.code).attribute_map
         held = {ours: _size(raw, attributes.get(theirs, theirs)) for ours, theirs in SIZES.items()}
         changed = {ours: getattr(self, ours) for ours in SIZES if getattr(self, ours) != held[ours]}
         raw |= {attributes.get(SIZES[ours], SIZES[ours]): x for ours, x in changed.items()}
@@ -109,17 +114,22 @@ class Config:
 
     def of_transformers(self) -> Any:
         """Return transformers' object of it."""
-        return text_config(self.as_dict() | {"pad_token_id": None, "output_router_logits": False, "use_cache": False})
+        fixed = {"pad_token_id": None, "output_router_logits": False, "use_cache": False}
+        return text_config(self.as_dict() | fixed, self.code)
 
 
-def from_hf_config(raw: dict[str, Any]) -> Config:
+def from_hf_config(raw: dict[str, Any], code: str = "") -> Config:
     """Return the configuration in a config.json: of the language model, where that is one part of several.
+
+    Args:
+        code: the folder whose own Python code defines the model: it is run.
 
     Raises:
         UserError: transformers has no such causal language model, or it draws random numbers in training.
     """
-    config = text_config(raw)
+    config = text_config(raw, code)
     keys = {name: x for name, x in keys_of(config).items() if name not in _OTHER}
+    keys |= {"auto_map": raw["auto_map"]} if code else {}
     sizes = {ours: _size(keys, config.attribute_map.get(theirs, theirs)) for ours, theirs in SIZES.items()}
     needed = ("dim", "num_layers", "num_heads")  # properties in some
     sizes |= {name: getattr(config, SIZES[name], 0) for name in needed if not sizes[name]}
@@ -139,7 +149,7 @@ def from_hf_config(raw: dict[str, Any]) -> Config:
             "output_router_logits = true: the routers' loss of transformers is not computed; set it to false"
         )
     found: dict[str, Any] = {name: x for name, x in sizes.items() if isinstance(x, int)}
-    return Config(json.dumps(keys, sort_keys=True), rest_layers=found["num_layers"], **found)
+    return Config(json.dumps(keys, sort_keys=True), rest_layers=found["num_layers"], code=code, **found)
 
 
 def _size(keys: dict[str, Any], name: str) -> Any:
@@ -155,7 +165,10 @@ def to_hf_config(config: Config) -> dict[str, Any]:
     """Return a config.json."""
     theirs = config.of_transformers()
     keys = {name: x for name, x in keys_of(theirs).items() if name not in _OTHER}
-    return {"architectures": [class_name(theirs)], **keys, "pad_token_id": None}
+    if config.code:
+        keys["auto_map"] = json.loads(config.rest)["auto_map"]
+    kind = keys["auto_map"]["AutoModelForCausalLM"].rpartition(".")[2] if config.code else class_name(theirs)
+    return {"architectures": [kind], **keys, "pad_token_id": None}
 
 
 class Flavors(Mapping[str, Config]):
@@ -252,7 +265,9 @@ class Model(Decoder):
         nn.Module.__init__(self)
         check_attn(attn)
         theirs: Any
-        theirs, values = build(config.of_transformers())
+        raw = json.loads(config.rest)
+        own = class_of_folder(raw, config.code, "AutoModelForCausalLM") if config.code else None
+        theirs, values = build(config.of_transformers(), own)
         # In a tuple: it is not a module inside of this one, but shares its modules, which so keep their names.
         self._theirs, self._values, self.config, self.attn = (theirs,), (values,), config, attn
         self.__dict__ |= {key: vars(theirs)[key] for key in ("_modules", "_parameters", "_buffers")}
@@ -269,7 +284,7 @@ class Model(Decoder):
         self._ends = names[theirs.get_input_embeddings()], names[theirs.get_output_embeddings()]
         self._names = {block: name for name, block in self.blocks.items()}
         for block in self.blocks.values():
-            adapt_experts(block)
+            adapt_experts(block, router_of(theirs))
         self._look()
         self._make_plan()
         if torch.get_default_device().type != "meta":
@@ -361,20 +376,35 @@ class Model(Decoder):
         that tensor parallelism is refused by its name."""
         theirs = self._theirs[0]
         plan: dict[str, dict[str, str]] = {}
-        partial, refused = set[str](), {_starred(name) for name in self._attentions}
+        holders = dict[str, str]()  # the child that returns a rank's term of a sum, by the pattern of its module
+        refused = {_starred(name) for name in self._attentions}
+        parameters = {_starred(name) for name, _ in self.named_parameters(remove_duplicate=False)}
         for pattern, style in tensor_parallel_plan(theirs).items():
-            if style == "colwise":
+            if pattern in self._ends:
+                continue
+            if style in ("colwise", "colwise_gather_output"):
                 plan[f"{pattern}.weight"] = plan[f"{pattern}.bias"] = {"tp": "shard 0"}
-            elif style == "rowwise" and not pattern.endswith("experts.down_proj"):
+                if style == "colwise_gather_output":
+                    plan[pattern] = {"tp": "gather"}
+                elif pattern in parameters:  # a parameter of attention itself, such as its sinks
+                    plan[pattern] = {"tp": "shard 0"}
+            elif style in ("rowwise", "rowwise_split_input") and not pattern.endswith(".experts.down_proj"):
                 plan[f"{pattern}.weight"], plan[f"{pattern}.bias"] = {"tp": "shard 1"}, {"tp": "share"}
-                partial.add(pattern.rpartition(".")[0])
-            elif style != "replicated_with_grad_allreduce":
-                refused.add(pattern)
-        refused -= partial
-        plan |= {name: {"tp": "partial"} for name in partial}
+                holders[pattern.rpartition(".")[0]] = pattern.rpartition(".")[2]
+                if style == "rowwise_split_input":
+                    plan[pattern] = {"tp": "own part"}
+            elif style not in ("replicated_with_grad_allreduce", "replicate", "mla_kv_a_proj", "local_params"):
+                refused.add(pattern)  # each rank has all of the others' results
+        refused -= holders.keys()
+        partial, modules = set[str](), dict(self.named_modules())
+        for holder, last in holders.items():  # a mixture of experts may have the name of others' feed-forwards
+            found = [name for name in modules if _starred(name) == holder]
+            having = [name for name in found if hasattr(modules[name], last)]
+            plan |= dict.fromkeys([holder] if having == found else having, {"tp": "partial"})
+            partial |= {*having}
         plan |= {self._ends[0]: {"tp": "embedding"}, self._ends[1]: {"tp": "vocabulary"}}
-        for name, module in self.named_modules():
-            if _starred(name) in partial:  # sums are taken of a module's first argument, by position
+        for name, module in modules.items():
+            if name in partial:  # sums are taken of a module's first argument, by position
                 first = next(iter(inspect.signature(module.forward).parameters))
                 module._forward_pre_hooks[-1] = _first_by_position(first)  # type: ignore[assignment]
                 module._forward_pre_hooks_with_kwargs[-1] = True
@@ -454,7 +484,10 @@ class Model(Decoder):
         return found
 
     def after_step(self, state: Mapping[str, Tensor]) -> None:
-        """Do nothing: the only state is the experts' loads, which are metrics."""
+        for name, load_E in state.items():
+            experts: Any = self.get_submodule(name.removesuffix(LOAD))
+            if (bias_E := correction_bias(experts)) is not None:
+                move_correction_bias(bias_E, experts.bias_update_speed, load_E)
 
     def init_buffers(self) -> None:
         """Fill in the tables that __init__ computed."""
@@ -527,10 +560,11 @@ class Model(Decoder):
                 self._replace(name, module)
         if not side_outputs:
             return result
-        loads = running.loads
-        if self.routing_group is not None:
-            loads = {n: c10d.wait_tensor(c10d.all_reduce(x, "sum", self.routing_group)) for n, x in loads.items()}
-        return result, SideOutputs({}, {f"{name}{LOAD}": load_E for name, load_E in loads.items()})
+        loads, losses, group = running.loads, running.losses, self.routing_group
+        if group is not None:  # a loss is of this rank's part, and what is reported is the ranks' mean
+            loads = {n: c10d.wait_tensor(c10d.all_reduce(x, "sum", group.group_name)) for n, x in loads.items()}
+            losses = [x + (group.size() - 1) * x.detach() for x in losses]
+        return result, SideOutputs({}, {f"{name}{LOAD}": load_E for name, load_E in loads.items()}, experts=losses)
 
 
 def _line_of(error: BaseException) -> str:

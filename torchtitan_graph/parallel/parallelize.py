@@ -26,7 +26,7 @@ from torchtitan_graph.parallel.plan import (
     table_style,
     tensor_roles,
 )
-from torchtitan_graph.parallel.sequence import whole_rows
+from torchtitan_graph.parallel.sequence import Gathered, whole_rows
 
 
 def parallelize(model: nn.Module, plan: Plan, layout: Layout, *, loss_parallel: bool) -> None:
@@ -49,6 +49,10 @@ def parallelize(model: nn.Module, plan: Plan, layout: Layout, *, loss_parallel: 
             module.forward = partial(_summed, layout.submesh(TP), module.forward)
         elif role == "apart":
             module.forward = partial(_apart, layout.degree(TP), module.forward)
+        elif role == "gather":
+            module.forward = partial(_gathered, layout.degree(TP), layout.group(TP).group_name, module.forward)
+        elif role == "own part":
+            module.forward = partial(_of_own_part, layout.degree(TP), layout.rank(TP), module.forward)
         else:
             parallelize_module(module, layout.submesh(TP), table_style(role, loss_parallel))
     for name in _by_name(modules, on_ep):
@@ -116,9 +120,9 @@ def _summed(tp: DeviceMesh, forward: Callable[..., Any], x: Tensor, *args: Any, 
     """Gather `x` over the sequence, run, and reduce-scatter the (first) result to this rank's part of the sequence.
 
     A module's other results are the same on every rank (a count, an auxiliary loss); their gradient is divided by the
-    degree, because the inner collectives sum the ranks' gradients.
+    degree, because the inner collectives sum the ranks' gradients. Rows of tokens (T, D) may come in any order.
     """
-    sequence = Shard(SEQUENCE_DIM)
+    sequence = Shard(SEQUENCE_DIM if x.dim() > 2 else 0)
     whole = DTensor.from_local(x, tp, [sequence], run_check=False).redistribute(placements=[Replicate()])
     result = forward(whole.to_local(grad_placements=[Partial()]), *args, **kwargs)
     y, others = (result[0], result[1:]) if isinstance(result, tuple) else (result, None)
@@ -141,6 +145,15 @@ def _apart(degree: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) 
 
     y, others = forward(*args, **kwargs)
     return y, pytree.tree_map_only(Tensor, reported, others)
+
+
+def _gathered(degree: int, group: str, forward: Callable[..., Any], *args: Any) -> Tensor:
+    """Run, and gather the ranks' results along the last dim. Each rank's gradient of the whole is its term of a sum."""
+    return Gathered.apply(forward(*args), degree, group).movedim(0, -2).flatten(-2)  # type: ignore[no-any-return]
+
+
+def _of_own_part(degree: int, rank: int, forward: Callable[..., Any], x: Tensor) -> Any:
+    return forward(x.chunk(degree, -1)[rank])
 
 
 def _tied_names(model: nn.Module) -> list[list[str]]:

@@ -9,6 +9,8 @@ An axis without a role does not change a rank's computation there.
 | embedding  | each rank holds rows of the table; the output is sharded over the sequence |
 | partial    | each rank's result is its term of a sum, see below |
 | vocabulary | each rank holds rows of the output table; the logits stay sharded over the vocabulary for the loss |
+| gather     | inside a partial one: its result, of which each rank computes a part of the last dim, is gathered |
+| own part   | inside a partial one: it takes a rank's part of the last dim of its argument, which each rank has whole |
 
 | role of a module | under context parallelism |
 |---|---|
@@ -53,7 +55,7 @@ SEQUENCE_DIM = 1
 
 # Roles that shard a parameter, and the dim; the first two are of modules, and shard their weight.
 SPLIT_DIM = {"embedding": 0, "vocabulary": 0, "shard 0": 0, "shard 1": 1, "shard 2": 2}
-MODULE_ROLES = ("embedding", "partial", "vocabulary")
+MODULE_ROLES = ("embedding", "partial", "vocabulary", "gather", "own part")
 PARAMETER_ROLES = ("shard 0", "shard 1", "shard 2", "replicate", "share")
 ROLES = {TP: MODULE_ROLES + PARAMETER_ROLES, CP: ("context",), EP: ("dispatch", "expert", "apart", "partial")}
 

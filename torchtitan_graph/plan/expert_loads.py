@@ -15,7 +15,7 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -118,8 +118,9 @@ def busiest(loads_E: Sequence[float], ep: int) -> Busiest:
 
 def experts_of(model: Decoder) -> dict[str, int]:
     """Return the number of experts of each layer that has any, by name."""
-    experts = {name: module.config.num_experts for name, module in model.named_modules() if isinstance(module, MoE)}
-    return {".".join(name.split(".")[:2]): number for name, number in experts.items()}
+    modules = dict(model.named_modules())
+    ours = {name.removesuffix(".moe"): m.config.num_experts for name, m in modules.items() if isinstance(m, MoE)}
+    return ours | {name: m.all_experts for name, m in modules.items() if hasattr(m, "all_experts")}  # type: ignore
 
 
 def busiest_by_layer(loads: Mapping[str, Sequence[float]], layers: Mapping[str, int], ep: int) -> dict[str, Busiest]:
@@ -147,10 +148,10 @@ def busiest_by_layer(loads: Mapping[str, Sequence[float]], layers: Mapping[str, 
     return found
 
 
-def layer_of(node: Node) -> str | None:
-    """Return the name of the layer whose experts a node belongs to; None outside of experts."""
-    parts = meta.module(node).split(".")
-    return ".".join(parts[:2]) if "experts" in parts else None
+def layer_of(node: Node, layers: Iterable[str]) -> str | None:
+    """Return the one of these layers whose experts a node belongs to; None outside of experts."""
+    name = f"{meta.module(node)}."
+    return next((layer for layer in layers if name.startswith(f"{layer}.") and ".experts." in name), None)
 
 
 def uneven(even: Costs, found: Mapping[str, Busiest]) -> Costs:
@@ -178,5 +179,5 @@ def peak_with_loads(gm: GraphModule, found: Mapping[str, Busiest]) -> int:
 
 
 def _over_mean(node: Node, found: Mapping[str, Busiest]) -> float:
-    layer = layer_of(node)
-    return found[layer].over_mean if layer is not None and layer in found else 1.0
+    layer = layer_of(node, found)
+    return 1.0 if layer is None else found[layer].over_mean

@@ -13,8 +13,9 @@ from torchtitan_graph.config.dump import dump_changes
 from torchtitan_graph.device import GIB, Target
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
-from torchtitan_graph.models.layers.moe import MoE
+from torchtitan_graph.models.spec import plan_of
 from torchtitan_graph.parallel.layout import PP
+from torchtitan_graph.parallel.parallelize import parameter_roles
 from torchtitan_graph.plan.depth import depths, keep_layers
 from torchtitan_graph.plan.on_cpu import ThisCpu
 from torchtitan_graph.plan.ranks import build
@@ -62,6 +63,7 @@ def search(
         UserError: the job itself can't be built, nothing is legal, or nothing fits.
     """
     first = Blueprint(config, world_size)
+    plan = plan_of(first.family, first.model)
 
     def forecast(config: JobConfig, layers: int | None) -> Figures:
         make = Blueprint if layers is None else functools.partial(_shallow, layers)
@@ -75,7 +77,7 @@ def search(
         config,
         world_size,
         num_near=rates.num_near,
-        has_experts=any(isinstance(module, MoE) for module in first.model.modules()),
+        has_experts=any("expert" in roles.values() for roles in parameter_roles(first.model, plan).values()),
         rows=first.rows_per_step,
         memory=rates.memory_gib * GIB,
         forecast=forecast,

@@ -15,7 +15,7 @@ from torchtitan_graph.device import CudaRecorder, Recorders, Target
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
 from torchtitan_graph.models.layers.decoder import Decoder
-from torchtitan_graph.models.layers.moe import AuxiliaryLoss, ExpertTraining, MoE
+from torchtitan_graph.models.layers.moe import AuxiliaryLoss, ExpertTraining
 from torchtitan_graph.parallel.recompute import Budget, Recompute
 from torchtitan_graph.parallel.schedule import Schedule, plan_pipeline
 from torchtitan_graph.parallel.storage import Precision, Reshard
@@ -136,8 +136,8 @@ def step_options(config: JobConfig, model: Decoder, num_microbatches: int, targe
     """
     training, validation, moe = config.training, config.validation, config.moe
     checkpoint, graphs = config.activation_checkpoint, Path(config.job.dump_folder, "graphs")
-    if not any(isinstance(m, MoE) for m in model.modules()) and (moe.load_balance_loss or moe.router_z_loss):
-        what = "has no experts" if model.conversion is None else "has no experts, or transformers', without such losses"
+    if not any(hasattr(m, "auxiliary_loss") for m in model.modules()) and (moe.load_balance_loss or moe.router_z_loss):
+        what = "has no experts" if model.conversion is None else "has no experts, or transformers has no loss of them"
         raise UserError(
             f"moe.load_balance_loss = {moe.load_balance_loss}, moe.router_z_loss = {moe.router_z_loss}: "
             f"{config.model.name} {config.model.flavor or ''} {what}; leave them at 0".replace("  ", " ")

@@ -1,6 +1,7 @@
 """Models of the library transformers as a family: what is built, what is refused, their masks, numbers and files."""
 
 import json
+import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,13 @@ from torchtitan_graph.errors import UserError
 from torchtitan_graph.models import transformers as family
 from torchtitan_graph.models.hf import check_weights, choose_model, load_weights, save_weights
 from torchtitan_graph.models.layers.init import Constant, Drawn, allocate
+from torchtitan_graph.models.layers.moe import AuxiliaryLoss, ExpertTraining, set_up_experts
 from torchtitan_graph.models.spec import build_model, tiny_config
 from torchtitan_graph.parallel.layout import ParallelDims
 from torchtitan_graph.parallel.parallelize import check_plan
 from torchtitan_graph.rates import RATES
 from torchtitan_graph.steps.check import check_steps
+from torchtitan_graph.steps.options import step_options
 
 VOCAB = 97
 CPU = Target(torch.device("cpu"), RATES["CPU"], False)
@@ -248,10 +251,145 @@ def test_a_state_along_the_row_needs_one_document_a_row() -> None:
 
 
 def test_tensor_parallelism_of_a_style_without_a_role_is_refused_by_the_parameter() -> None:
-    model = on_meta("phi3", vocab_size=98)
+    model = on_meta("deepseek_v3", vocab_size=98)
     with pytest.raises(UserError, match="the plan gives no role to model.layers.0.self_attn"):
         check_plan(model, model.PLAN, ParallelDims(tp=2))
-    check_plan(on_meta("mixtral", vocab_size=98), on_meta("mixtral").PLAN, ParallelDims(tp=2))
+    # Fused projections, norms over all heads, latent attention, a shared expert, and sinks.
+    for kind in ("phi3", "olmo2", "glm4_moe_lite", "qwen2_moe", "granite_swa", "mixtral"):
+        check_plan(on_meta(kind, vocab_size=98), on_meta(kind).PLAN, ParallelDims(tp=2))
+
+
+def test_a_mixture_with_the_name_of_a_feed_forward_is_no_sum_of_ranks() -> None:
+    model = on_meta("glm4_moe")
+    sums = [name for name, roles in model.PLAN.items() if roles.get("tp") == "partial"]
+    assert sorted(sums) == ["model.layers.*.mlp.shared_experts", "model.layers.*.self_attn", "model.layers.0.mlp"]
+
+
+# --- routers ----------------------------------------------------------------------------------------------------------
+
+
+def routed(kind: str, **options: Any) -> tuple[Any, Any]:
+    """Return a model with one layer of experts, and its results for a batch."""
+    model = on_meta(kind, num_layers=2 if kind == "glm4_moe" else 1)
+    allocate(model, torch.float64)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(0.3 * torch.randn(parameter.shape))
+    model.init_buffers()
+    set_up_experts(model, ExpertTraining(**options), num_parts=1, groups=())
+    return model, model(torch.randint(VOCAB, (2, 12)), side_outputs=True)[1]
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen2_moe", "olmoe"])
+def test_the_balance_loss_of_one_layer_is_transformers_over_the_chosen(kind: str) -> None:
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    model, side = routed(kind, auxiliary=AuxiliaryLoss(load_balance=0.5))
+    kept = []
+    router = next(m for m in model.modules() if type(m).__name__.endswith("Router"))
+    router.register_forward_hook(lambda module, args, results: kept.append(results[0]))
+    again = model(torch.randint(VOCAB, (2, 12)), side_outputs=True)[1]
+    E, A = router.weight.shape[0], model.config.top_k
+    wanted = 0.5 * load_balancing_loss_func((kept[0],), E, A) / A
+    assert again.experts[0].item() == pytest.approx(wanted.item(), rel=1e-6)
+    assert again.experts[0].requires_grad and len(side.experts) == 1
+    with torch.no_grad():
+        assert model(torch.randint(VOCAB, (1, 5)), side_outputs=True)[1].experts == []
+
+
+def test_a_router_without_a_loss_in_transformers_has_none_here() -> None:
+    config = load(["--model.name=transformers", "--moe.load_balance_loss=0.1", "--model.elementwise=torch"])
+    with pytest.raises(UserError, match="moe.load_balance_loss = 0.1, .*transformers has no loss of them"):
+        step_options(config, on_meta("glm4_moe"), 1, CPU)
+    assert step_options(config, on_meta("mixtral"), 1, CPU).experts.auxiliary is not None
+
+
+def test_loads_are_counted_forced_and_move_the_correction_bias() -> None:
+    model, side = routed("glm4_moe", bias_update_speed=0.25)
+    ((name, load_E),) = side.state.items()
+    assert name == "model.layers.1.mlp.experts.load" and int(load_E.sum()) == 2 * 12 * model.config.top_k
+    model.after_step(side.state)
+    bias_E = model.get_buffer("model.layers.1.mlp.gate.e_score_correction_bias")
+    assert torch.equal(bias_E.double(), 0.25 * torch.sign(load_E.double().mean() - load_E))
+    _, side = routed("glm4_moe", forced_balance=True)
+    assert len({*next(iter(side.state.values())).tolist()}) == 1
+
+
+# --- a folder's own code ----------------------------------------------------------------------------------------------
+
+CODE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+from torch import nn
+
+class Configuration(LlamaConfig):
+    model_type = "not_of_transformers"
+
+class Model(LlamaForCausalLM):
+    config_class = Configuration
+
+    def __init__(self, config):
+        super().__init__(config)
+        for layer in self.model.layers:
+            layer.mlp.act_fn = nn.Tanh()
+"""
+
+
+@pytest.fixture
+def own_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a model that only its own code defines."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr("sys.path", [*sys.path])
+    folder = tmp_path / "own"
+    folder.mkdir()
+    (folder / "modeling_own.py").write_text(CODE)
+    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, vocab_size=VOCAB)
+    auto_map = {"AutoConfig": "modeling_own.Configuration", "AutoModelForCausalLM": "modeling_own.Model"}
+    content = {"model_type": "not_of_transformers", "architectures": ["Model"], "auto_map": auto_map, **sizes}
+    (folder / "config.json").write_text(json.dumps(content))
+    return folder
+
+
+def chosen(folder: Path, *options: str) -> Any:
+    config = load([f"--model.hf_assets_path={folder}", *options])
+    return choose_model(config, folder, VOCAB, CPU)
+
+
+def test_a_folders_code_runs_if_the_user_says_so(own_code: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    with pytest.raises(UserError, match="not_of_transformers.*model.trust_remote_code = true runs the Python code"):
+        chosen(own_code)
+    assert not (tmp_path / "modules").exists()
+    _, model, options = chosen(own_code, "--model.trust_remote_code")
+    assert options.name == "transformers" and "Tanh" in str(model)
+    allocate(model, torch.float32)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(0.1 * torch.randn(parameter.shape))
+    save_weights(model, family, tmp_path / "saved", assets=own_code)
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", trust_remote_code=True, dtype=torch.float32)
+    tokens_BL = torch.randint(VOCAB, (2, 9))
+    with torch.no_grad():
+        assert torch.allclose(stock(tokens_BL).logits, model(tokens_BL), atol=1e-5)
+    load_weights(chosen(own_code, "--model.trust_remote_code").model.to_empty(device="cpu"), family, tmp_path / "saved")
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "why"),
+    [
+        ({}, ["--model.name=llama3"], "model.trust_remote_code = true: with model.name = 'transformers'"),
+        ({"auto_map": None}, [], "its auto_map has no AutoConfig"),
+        ({"auto_map": {"AutoConfig": "a--b.C"}}, [], "is code of another repository"),
+        ({"auto_map": {"AutoConfig": "missing.C"}}, [], "the code of missing.C in .* can't be run"),
+    ],
+)
+def test_code_that_is_not_there_is_refused(own_code: Path, changes: Any, options: list[str], why: str) -> None:
+    file = own_code / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    with pytest.raises(UserError, match=why):
+        chosen(own_code, "--model.trust_remote_code", *options)
 
 
 def test_another_number_of_layers_has_as_many_of_each_list() -> None:

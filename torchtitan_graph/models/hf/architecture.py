@@ -48,11 +48,17 @@ def choose_model(job_config: JobConfig, assets: Path | None, tokenizer_vocab_siz
     file = (assets or Path()) / "config.json"
     raw = read_json(file) if assets is not None and os.path.exists(file) else None
     if raw is not None and flavor is None and "model.name" not in job_config.sources:
-        options.name = family_of(raw, file)[0]
+        options.name = WRAPPER if options.trust_remote_code else family_of(raw, file)[0]
         if options.name == WRAPPER:
             logger.info(
                 f"{file}: {raw.get('architectures')!r:.100} is no family of this package: transformers' own model"
             )
+    if options.trust_remote_code and (raw is None or options.name != WRAPPER):
+        raise UserError(
+            f"model.trust_remote_code = true: with model.name = {WRAPPER!r} and a folder with a config.json in"
+            " model.hf_assets_path, whose Python code then is run; leave it out"
+        )
+    code = str(assets) if options.trust_remote_code else ""
     family = load_family(options.name)
     lacking = [attribute for attribute in HF_CONTRACT if not hasattr(family, attribute)]
     if job_config.checkpoint.last_save_in_hf and lacking:
@@ -64,7 +70,9 @@ def choose_model(job_config: JobConfig, assets: Path | None, tokenizer_vocab_siz
         config = flavor_config(family, options.name, options.flavor, tokenizer_vocab_size)
     else:
         _check_family(family, options.name, raw, file)
-        config = config_of(family, raw, file)
+        config = config_of(family, raw, file, code)
+        if code:
+            logger.warning(f"model.trust_remote_code = true: the Python code in {code} runs in this process")
         check_vocabulary(str(file), config.vocab_size, tokenizer_vocab_size)
         if flavor is not None:
             wanted = flavor_config(family, options.name, flavor, tokenizer_vocab_size)
@@ -167,14 +175,14 @@ def family_of(raw: dict[str, Any], file: Path) -> tuple[str, ModuleType]:
         ) from error
 
 
-def config_of(family: ModuleType, raw: dict[str, Any], file: Path) -> Any:
-    """Return the family's configuration from a config.json.
+def config_of(family: ModuleType, raw: dict[str, Any], file: Path, code: str = "") -> Any:
+    """Return the family's configuration from a config.json; `code` is the folder whose own Python code defines it.
 
     Raises:
         UserError: the family can't express it.
     """
     try:
-        return family.from_hf_config(raw)
+        return family.from_hf_config(raw, code) if code else family.from_hf_config(raw)
     except UserError as error:
         other = "" if ANY in family.HF_ARCHITECTURES else f"; model.name = {WRAPPER!r} takes transformers' own model"
         raise UserError(f"{file}: {error}{other}") from error

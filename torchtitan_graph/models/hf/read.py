@@ -146,7 +146,8 @@ def _check_config(model: nn.Module, family: ModuleType, path: Path) -> None:
     if not is_of(family, raw):
         known = ", ".join(family.HF_ARCHITECTURES)
         raise UserError(f"{file}: architectures = {raw.get('architectures')!r:.200}, but the model here is of {known}")
-    theirs = with_mtp_layers(config_of(family, raw, file), getattr(model.config, "num_mtp_layers", 0))
+    code = getattr(model.config, "code", "")
+    theirs = with_mtp_layers(config_of(family, raw, file, code), getattr(model.config, "num_mtp_layers", 0))
     if found := differences(model.config, theirs):
         logger.warning(f"the weights of {path} were trained as another model: {'; '.join(found)}")
 

@@ -74,6 +74,8 @@ def save_weights(
             writer.write_index(sum(unit.num_bytes for unit in units))
         writer.folder.write_json("config.json", _config(family, model, units, assets))
         writer.folder.copy(assets / name for name in ASSETS if assets is not None and (assets / name).is_file())
+        if code := getattr(model.config, "code", ""):  # without it the folder's model can't be built
+            writer.folder.copy(sorted(Path(code).glob("*.py")))
         writer.folder.commit()
 
     on_rank_0(finish)

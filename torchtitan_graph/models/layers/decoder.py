@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Replicate
 
 from torchtitan_graph.capture.step import SideOutputs
@@ -133,7 +134,7 @@ class Decoder(nn.Module):
     """
 
     projects_last = True  # the logits are what the output layer returns
-    routing_group: str | None = None  # of the ranks over whose parts of a row such a library's routers sum their loads
+    routing_group: ProcessGroup | None = None  # of ranks whose routers see parts of a row, in such a library's model
     no_pipeline: str | None = None  # why such a model can't be cut into stages
     mixes_documents: str | None = None  # what in it mixes the tokens of a row, over the ends of documents
     conversion: Any = None  # of another library's model: how the tensors of files become its own
@@ -178,7 +179,7 @@ class Decoder(nn.Module):
         for name, load_E in state.items():
             moe = self.get_submodule(name.removesuffix(LOAD))
             assert isinstance(moe, MoE), name
-            move_correction_bias(moe, load_E)
+            move_correction_bias(moe.router.bias_E, moe.bias_update_speed, load_E)
 
     def plain_term(self, name: str, term_BL: Tensor) -> Tensor:
         """Return a term of `SideOutputs.losses` as a plain tensor: of logits or parameters that tensor parallelism

@@ -158,8 +158,7 @@ class Router(nn.Module):
         config = self.config
         T, E = scores_TE.shape
         if self.forced_balance:
-            slots = torch.arange(T * config.top_k, device=scores_TE.device)
-            return (slots % E).view(T, config.top_k)
+            return in_turn(T, config.top_k, E, scores_TE.device)
         if self.bias_E is not None:
             scores_TE = scores_TE + self.bias_E
         if config.num_chosen_groups < config.num_groups:
@@ -220,6 +219,11 @@ def sorted_slots(chosen_TA: Tensor, num_experts: int) -> tuple[Tensor, Tensor, T
     inverse_S = torch.empty_like(order_S).scatter(0, order_S, torch.arange(order_S.shape[0], device=order_S.device))
     offsets_E = torch.searchsorted(expert_S, torch.arange(num_experts, device=order_S.device), right=True)
     return order_S, inverse_S, offsets_E.diff(prepend=offsets_E.new_zeros(1))
+
+
+def in_turn(T: int, A: int, E: int, device: torch.device) -> Tensor:
+    """Return a choice (T, A) that gives every expert equally many slots, for measuring speed."""
+    return (torch.arange(T * A, device=device) % E).view(T, A)
 
 
 class MoE(nn.Module):
@@ -294,7 +298,7 @@ class ExpertTraining:
 def set_up_experts(
     model: nn.Module, training: ExpertTraining, num_parts: int, groups: Sequence[str], row_groups: Sequence[str] = ()
 ) -> None:
-    """Set training options on a model's mixtures of experts.
+    """Set training options on a model's mixtures of experts: on all modules that have attributes for them.
 
     Args:
         num_parts, groups, row_groups: as in `AuxiliaryLoss`.
@@ -303,20 +307,22 @@ def set_up_experts(
     if loss is not None:
         loss = dataclasses.replace(loss, num_parts=num_parts, groups=tuple(groups), row_groups=tuple(row_groups))
     for module in model.modules():
-        if isinstance(module, MoE):
-            module.auxiliary_loss = loss
-            module.bias_update_speed = training.bias_update_speed
-            module.router.forced_balance = training.forced_balance
+        if hasattr(module, "auxiliary_loss"):
+            module.auxiliary_loss = loss  # type: ignore[assignment]
+        if hasattr(module, "bias_update_speed"):
+            module.bias_update_speed = training.bias_update_speed  # type: ignore[assignment]
+        if hasattr(module, "forced_balance"):
+            module.forced_balance = training.forced_balance  # type: ignore[assignment]
 
 
 @torch.no_grad()
-def move_correction_bias(moe: MoE, load_E: Tensor) -> None:
-    """Lower the correction bias of experts that had more than the mean load in a step, and raise the others'.
+def move_correction_bias(bias_E: Tensor | None, speed: float, load_E: Tensor) -> None:
+    """Lower the correction bias, where there is one, of experts that had more than the mean load in a step, and raise
+    the others'.
 
     Args:
         load_E: the slots of each expert, over all microbatches and ranks.
     """
-    bias_E = moe.router.bias_E
     if bias_E is not None:
         load = load_E.to(bias_E.dtype)
-        bias_E += moe.bias_update_speed * torch.sign(load.mean() - load)
+        bias_E += speed * torch.sign(load.mean() - load)

@@ -16,9 +16,11 @@ from torch.overrides import TorchFunctionMode
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.models.layers.attention import Seen, attend
 from torchtitan_graph.models.layers.masks import Mask, as_bias
-from torchtitan_graph.models.layers.moe import sorted_slots
+from torchtitan_graph.models.layers.moe import in_turn, sorted_slots
 from torchtitan_graph.ops.experts import every_second, grouped_add, grouped_mm, permuted
 from torchtitan_graph.transformers_private import documents_by_masks, register, rule_of
+
+CORRECTION_BIAS = "e_score_correction_bias"
 
 # Arguments of its attention that say what the mask, or our own attention, says already.
 _KNOWN = (
@@ -36,6 +38,7 @@ class Running:
     found   in the first one, on meta: a stand-in for the mask of each rule that the model asks for
     calls   in the first one: each module that attends, and the rule of its mask
     loads   number of slots of each expert, by the experts' name
+    losses  of routers
     """
 
     names: Mapping[nn.Module, str]
@@ -43,10 +46,23 @@ class Running:
     found: dict[str, Tensor] | None = None
     calls: list[tuple[nn.Module, str]] = dataclasses.field(default_factory=list)
     loads: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    losses: list[Tensor] = dataclasses.field(default_factory=list)
 
 
 _running: list[Running] = []  # transformers' functions take no argument of ours
-_loads: list[dict[str, Tensor]] = []  # of the block that runs
+
+
+@dataclasses.dataclass
+class _Routing:
+    """Of a block that runs: the rows of its batch, its latest router's logits, and its results as in `Running`."""
+
+    num_rows: int
+    logits_TE: Tensor | None = None
+    loads: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    losses: list[Tensor] = dataclasses.field(default_factory=list)
+
+
+_routing: list[_Routing] = []
 
 
 @contextlib.contextmanager
@@ -157,40 +173,76 @@ class Rows(nn.Module):
 
 def experts_of(experts: nn.Module, x_TD: Tensor, chosen_TA: Tensor, weights_TA: Tensor) -> Tensor:
     """Return the weighted sum of the chosen experts' results. See Note [Experts in a static graph]."""
-    order_S, inverse_S, load_E = sorted_slots(chosen_TA, experts.all_experts)  # type: ignore[arg-type]
-    _loads[-1][experts.name] = load_E  # type: ignore[index]
+    routing, E = _routing[-1], int(experts.all_experts)  # type: ignore[arg-type]
+    if experts.forced_balance:
+        chosen_TA = in_turn(len(chosen_TA), chosen_TA.shape[1], E, chosen_TA.device)
+    order_S, inverse_S, load_E = sorted_slots(chosen_TA, E)
+    routing.loads[experts.name] = load_E  # type: ignore[index]
+    loss: Any = getattr(experts, "auxiliary_loss", None)
+    if loss is not None and torch.is_grad_enabled():  # evaluation reports the cross entropy alone
+        logits_TE = routing.logits_TE
+        assert logits_TE is not None, experts.name
+        logits_TE = logits_TE.reshape(-1, E).to(torch.promote_types(logits_TE.dtype, torch.float32))
+        routing.losses.append(loss(logits_TE, logits_TE.softmax(-1), chosen_TA, load_E, routing.num_rows))
     y_SD = experts.rows(permuted(x_TD, order_S, inverse_S, chosen_TA.shape[1]), load_E)  # type: ignore[operator]
     y_TAD = permuted(y_SD, inverse_S, order_S).unflatten(0, chosen_TA.shape)
     return (y_TAD * weights_TA.unsqueeze(-1)).sum(1).to(x_TD.dtype)
 
 
-def adapt_experts(block: nn.Module) -> None:
+def adapt_experts(block: nn.Module, router: tuple[type[nn.Module], int] | None) -> None:
     """Set the attributes that `experts_of` reads on a block's experts, and wrap the block's forward.
 
     A block is traced by itself, so what leaves it must be among its results: the wrapper returns its experts' loads
-    too, and a hook after it records them and returns the block's own result.
+    and losses too, and a hook after it records them and returns the block's own result.
+
+    Args:
+        router: the class of its routers, and which of their results are the logits, where they have a loss.
     """
-    experts = {name: module for name, module in block.named_modules() if hasattr(module, "_is_expert_parallel")}
+    every = dict(block.named_modules())
+    experts = {name: module for name, module in every.items() if hasattr(module, "_is_expert_parallel")}
+    routers = [module for module in every.values() if router is not None and isinstance(module, router[0])]
+    biases = [module for module in every.values() if CORRECTION_BIAS in module._buffers]
     for name, module in experts.items():
         module.name, module.all_experts, module.rows = name, module.num_experts, Rows(module)  # type: ignore[assignment]
+        module.forced_balance = False  # type: ignore[assignment]
+        if len(routers) == len(experts):
+            module.auxiliary_loss = None  # type: ignore[assignment]
+        if len(biases) == len(experts) == 1:
+            module.bias_of, module.bias_update_speed = (biases[0],), 0.0  # type: ignore[assignment]
+    for module in routers if len(routers) == len(experts) else ():
+        assert router is not None
+        module.forward = partial(_note_logits, module.forward, router[1])
     if experts:
-        block.forward = partial(_with_loads, block.forward)
-        block._forward_hooks[-1] = _take_loads
+        block.forward = partial(_with_routing, block.forward)
+        block._forward_hooks[-1] = _take_routing
 
 
-def _with_loads(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Tensor]]:
-    _loads.append({})
+def correction_bias(experts: nn.Module) -> Tensor | None:
+    """Return the buffer that corrects the scores of a mixture's choice, where it has one."""
+    return experts.bias_of[0]._buffers[CORRECTION_BIAS] if hasattr(experts, "bias_of") else None  # type: ignore
+
+
+def _note_logits(forward: Callable[..., Any], at: int, *args: Any, **kwargs: Any) -> Any:
+    results = forward(*args, **kwargs)
+    _routing[-1].logits_TE = results[at]
+    return results
+
+
+def _with_routing(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
+    x_BLD = args[0] if args else next(x for x in kwargs.values() if isinstance(x, Tensor))
+    _routing.append(_Routing(len(x_BLD)))
     try:
-        return forward(*args, **kwargs), _loads[-1]
+        return forward(*args, **kwargs), _routing[-1].loads, _routing[-1].losses
     finally:
-        _loads.pop()
+        _routing.pop()
 
 
-def _take_loads(block: nn.Module, args: Any, result: Any) -> Any:
-    y, loads = result
+def _take_routing(block: nn.Module, args: Any, result: Any) -> Any:
+    y, loads, losses = result
     if _running:
         running = _running[-1]
         running.loads |= {f"{running.names[block]}.{experts}": load_E for experts, load_E in loads.items()}
+        running.losses += losses
     return y
 
 

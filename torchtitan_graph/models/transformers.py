@@ -38,6 +38,7 @@ from torchtitan_graph.models.layers.of_transformers import (
     run_with,
 )
 from torchtitan_graph.transformers_private import (
+    CORNER,
     Conversion,
     build,
     class_name,
@@ -219,7 +220,12 @@ class _Read(UserError):
 
 
 class _Elsewhere(nn.Module):
-    """In the place of a module that another pipeline stage has."""
+    """In the place of a module that another pipeline stage has: without its parameters and modules, but with what the
+    code around it may read, as a layer's kind."""
+
+    def __init__(self, module: nn.Module):
+        super().__init__()
+        self.__dict__ |= {name: x for name, x in vars(module).items() if not name.startswith("_") and name != "forward"}
 
     def forward(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
         return x
@@ -444,7 +450,7 @@ class Model(Decoder):
     def keep(self, names: Container[str]) -> None:
         for name in self.modules_in_order:
             if name not in names and not (name == self._ends[0] and self.config.tied and self._ends[1] in names):
-                self._replace(name, _Elsewhere())
+                self._replace(name, _Elsewhere(self.get_submodule(name)))
 
     def _replace(self, name: str, module: nn.Module) -> nn.Module:
         """Replace a module by another, and return the replaced one."""
@@ -455,6 +461,10 @@ class Model(Decoder):
         return old
 
     # --- how it trains ---
+
+    def train(self, mode: bool = True) -> Model:
+        self._theirs[0].training = mode  # the root, which is no module of this one
+        return super().train(mode)  # type: ignore[return-value]
 
     def mask_rules(self, documents_BL: Tensor, positions_BL: Tensor) -> dict[str, Rule]:
         rules, base = dict[str, Rule](), all_of(causal, same_document(documents_BL))
@@ -511,6 +521,9 @@ class Model(Decoder):
             value = float(corner.flatten()[0])
             return None if value == 1 else 0.0 if value == 0 else Constant(value)
         if corner.dim() > 1 and corner.mean().abs() < corner.std() / 4:
+            smaller = draw(torch.Size(min(size, CORNER // 2) for size in corner.shape))
+            if not 0.8 < smaller.std() / corner.std() < 1.25:  # it depends on the sizes, as Kaiming's
+                corner = draw(self.get_parameter(name).shape)
             return float(corner.std())
         return Drawn(draw)
 
@@ -533,7 +546,8 @@ class Model(Decoder):
         first, last = (only is None or end in only for end in self._ends)
         put: dict[str, nn.Module] = {}
         if only is not None:
-            put = {name: _Elsewhere() for name in self.modules_in_order if name not in only}
+            elsewhere = [name for name in self.modules_in_order if name not in only]
+            put = {name: _Elsewhere(self.get_submodule(name)) for name in elsewhere}
         output, begin = self.output, next(name for name in self.modules_in_order if only is None or name in only)
         if loss is not None and last:
             put[self._ends[1]] = _Given(output, lambda x: loss(output, x, 0))

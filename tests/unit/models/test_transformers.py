@@ -144,8 +144,8 @@ def test_a_model_is_refused_by_name(kind: str, why: str) -> None:
 
 
 def test_a_failing_line_of_a_model_is_named() -> None:
-    with pytest.raises(UserError, match=r"GPTJForCausalLM can't be traced: .*modeling_gptj.py, line \d+: return"):
-        on_meta("gptj")
+    with pytest.raises(UserError, match=r"JetMoeForCausalLM can't be traced: .*modeling_jetmoe.py, line \d+: expert"):
+        on_meta("jetmoe")
 
 
 def test_transformers_is_found_to_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,6 +233,23 @@ MAMBA2 = json.dumps(
     json.loads(family.FLAVORS["mamba2"].rest)
     | {"num_heads": 8, "head_dim": 16, "n_groups": 2, "state_size": 16, "chunk_size": 8}
 )
+
+
+def test_a_deviation_that_depends_on_the_sizes_is_that_of_the_whole_parameter() -> None:
+    from transformers import AutoModelForCausalLM
+
+    rest = json.dumps(json.loads(MAMBA2) | {"hidden_size": 256, "num_heads": 32})
+    model, name = on_meta("mamba2", rest=rest, dim=256), "backbone.layers.0.mixer.out_proj.weight"
+    torch.manual_seed(0)
+    stock = AutoModelForCausalLM.from_config(model.config.of_transformers()).get_parameter(name)
+    assert stock.shape == (256, 512)
+    assert model.initial_std(name) == pytest.approx(float(stock.std()), rel=0.03)
+
+
+def test_the_whole_model_is_set_to_evaluation() -> None:
+    model = on_meta("qwen2")
+    assert not model.eval()._theirs[0].training and not model.model.training
+    assert model.train()._theirs[0].training
 
 
 def test_a_state_along_the_row_needs_one_document_a_row() -> None:

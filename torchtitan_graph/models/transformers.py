@@ -451,6 +451,7 @@ class Model(Decoder):
         for name in self.modules_in_order:
             if name not in names and not (name == self._ends[0] and self.config.tied and self._ends[1] in names):
                 self._replace(name, _Elsewhere(self.get_submodule(name)))
+                self.PLAN.pop(name, None)
 
     def _replace(self, name: str, module: nn.Module) -> nn.Module:
         """Replace a module by another, and return the replaced one."""
@@ -576,8 +577,9 @@ class Model(Decoder):
             return result
         loads, losses, group = running.loads, running.losses, self.routing_group
         if group is not None:  # a loss is of this rank's part, and what is reported is the ranks' mean
-            loads = {n: c10d.wait_tensor(c10d.all_reduce(x, "sum", group.group_name)) for n, x in loads.items()}
             losses = [x + (group.size() - 1) * x.detach() for x in losses]
+        if group is not None and self.sums_loads:
+            loads = {n: c10d.wait_tensor(c10d.all_reduce(x, "sum", group.group_name)) for n, x in loads.items()}
         return result, SideOutputs({}, {f"{name}{LOAD}": load_E for name, load_E in loads.items()}, experts=losses)
 
 

@@ -67,11 +67,12 @@ class Assembly:
         model, layout, options = self.model, self.layout, self.options
         groups, row_groups = ([g.group_name for g in each] for each in (layout.routing_groups, layout.row_groups))
         num_parts = options.num_microbatches * layout.num_routing_parts
-        if layout.degree(TP) > 1 and not layout.dims.ep_spans_tp and model.conversion is not None:
+        if layout.degree(TP) > 1 and model.conversion is not None:
             # Another library's routers see a rank's part of each row, as ours do where expert parallelism spans TP.
-            model.routing_group = layout.group(TP)
-            num_parts *= layout.degree(TP)
-            groups, row_groups = ([*each, model.routing_group.group_name] for each in (groups, row_groups))
+            model.routing_group, model.sums_loads = layout.group(TP), not layout.dims.ep_spans_tp
+            if model.sums_loads:
+                num_parts *= layout.degree(TP)
+                groups, row_groups = ([*each, model.routing_group.group_name] for each in (groups, row_groups))
         set_up_experts(model, options.experts, num_parts, groups, row_groups)
         model.ahead_weight = options.mtp_weight
         model.num_parts = options.num_microbatches * layout.dims.dp_replicate * layout.dims.fsdp

@@ -134,7 +134,10 @@ class Decoder(nn.Module):
     """
 
     projects_last = True  # the logits are what the output layer returns
-    routing_group: ProcessGroup | None = None  # of ranks whose routers see parts of a row, in such a library's model
+    # Of another library's model under tensor parallelism: the ranks whose routers see parts of a row, and whether the
+    # model sums their loads.
+    routing_group: ProcessGroup | None = None
+    sums_loads = False
     no_pipeline: str | None = None  # why such a model can't be cut into stages
     mixes_documents: str | None = None  # what in it mixes the tokens of a row, over the ends of documents
     conversion: Any = None  # of another library's model: how the tensors of files become its own

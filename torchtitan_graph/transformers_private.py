@@ -14,13 +14,23 @@ import sys
 import types
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import transformers
+from filelock import FileLock
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, masking_utils
+from torch.overrides import TorchFunctionMode
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoModelForCausalLM,
+    dynamic_module_utils,
+    masking_utils,
+)
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
@@ -30,18 +40,18 @@ from transformers.core_model_loading import (
     rename_source_key,
     revert_weight_conversion,
 )
-from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.initialization import no_init_weights
 from transformers.integrations.moe import ExpertsInterface
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from torchtitan_graph.config.option import did_you_mean
 from torchtitan_graph.errors import UserError
-
-transformers.logging.set_verbosity_error()  # it warns of attention that it does not know, which is ours
 
 OURS = "torchtitan_graph"  # the name of our functions in its registries
 CORNER = 64  # of a parameter that is drawn to see how it starts, in each dim
+TESTED = ("5.23", "5.24")
+_LARGE = 2**24  # elements: a tensor of more is a parameter, and no table
 
 
 def register(attention: Callable[..., Any], mask: Callable[..., Any], experts: Callable[..., Any]) -> None:
@@ -87,7 +97,9 @@ def config_class(raw: Mapping[str, Any], code: str = "") -> Any:
     if code:
         return class_of_folder(raw, code, "AutoConfig")
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
-        own = "; model.trust_remote_code = true runs the Python code in its folder" if raw.get("auto_map") else ""
+        own = did_you_mean(str(kind), model_types())
+        if raw.get("auto_map"):
+            own = "; model.trust_remote_code = true runs the Python code in its folder"
         raise UserError(f"model_type = {kind!r:.100} is none that transformers {transformers.__version__} knows{own}")
     return CONFIG_MAPPING[kind]
 
@@ -110,7 +122,13 @@ def class_of_folder(raw: Mapping[str, Any], code: str, kind: str) -> Any:
         raise UserError(f"the code of {reference} in {code} can't be run: {type(error).__name__}: {error}") from error
 
 
-_class_of_folder = functools.cache(get_class_from_dynamic_module)
+@functools.cache
+def _class_of_folder(reference: str, code: str) -> Any:
+    """Return a class of a folder's code, which transformers copies first: one process at a time."""
+    copies = Path(dynamic_module_utils.HF_MODULES_CACHE)
+    copies.mkdir(parents=True, exist_ok=True)
+    with FileLock(copies / "torchtitan_graph.lock"):
+        return dynamic_module_utils.get_class_from_dynamic_module(reference, code)
 
 
 def keys_of(config: Any) -> dict[str, Any]:
@@ -137,8 +155,11 @@ def build(config: Any, kind: Any = None) -> tuple[nn.Module, dict[str, Tensor]]:
 
     Its buffers are tables that __init__ computes, and no method fills in every model: so they are built on the CPU,
     and only parameters are moved to meta, one by one, before they are written. torch.device("meta") would lose them.
+    Large ones are made there: a stack of experts may be larger than the memory.
     """
     register_parameter, values = nn.Module.register_parameter, {}
+    verbosity = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()  # it warns of attention that it does not know, which is ours
     name = class_name(config) if kind is None else kind.__name__
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -148,7 +169,7 @@ def build(config: Any, kind: Any = None) -> tuple[nn.Module, dict[str, Tensor]]:
 
     nn.Module.register_parameter = on_meta  # type: ignore[method-assign, assignment]
     try:
-        with torch.device("cpu"):
+        with torch.device("cpu"), _LargeOnMeta():
             with no_init_weights():
                 make = AutoModelForCausalLM.from_config if kind is None else kind._from_config
                 model = make(config, dtype=torch.float32, attn_implementation=OURS, experts_implementation=OURS).train()
@@ -158,28 +179,52 @@ def build(config: Any, kind: Any = None) -> tuple[nn.Module, dict[str, Tensor]]:
     except Exception as error:
         if error.args == (OURS,):  # it has a table of attentions of its own
             raise UserError(f"transformers' {name} has attention of its own, without a registry") from None
-        raise UserError(
-            f"transformers can't build {name} of this configuration: {type(error).__name__}: {error}"
-        ) from error
+        keys = [key for key, x in config.to_dict().items() if [x] == [*error.args] and isinstance(error, KeyError)]
+        of = f"{keys[0]} = {error} is none that it knows" if keys else f"{type(error).__name__}: {error}"
+        raise UserError(f"transformers can't build {name} of this configuration: {of}") from error
     finally:
+        transformers.logging.set_verbosity(verbosity)
         nn.Module.register_parameter = register_parameter  # type: ignore[method-assign]
     for name, buffer in model.named_buffers():
+        if buffer.is_meta:
+            raise UserError(f"{name} is a table of {buffer.numel():,} numbers, more than {_LARGE:,}")
         owner, _, leaf = name.rpartition(".")
         values[name] = buffer
         model.get_submodule(owner)._buffers[leaf] = buffer.to("meta")
     return model, values
 
 
+class _LargeOnMeta(TorchFunctionMode):
+    """Makes tensors of more than _LARGE elements on meta."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.empty, torch.zeros, torch.ones, torch.randn, torch.rand):
+            on_meta = func(*args, **{**(kwargs or {}), "device": "meta"})
+            if on_meta.numel() > _LARGE:
+                return on_meta
+        return func(*args, **(kwargs or {}))
+
+
+_is_ours = ContextVar("_is_ours", default=False)  # the model that runs
+_search = masking_utils.find_packed_sequence_indices
+
+
+def _search_of_others(position_ids: Tensor) -> Any:
+    return None if _is_ours.get() else _search(position_ids)
+
+
+masking_utils.find_packed_sequence_indices = _search_of_others
+
+
 @contextlib.contextmanager
 def documents_by_masks() -> Iterator[None]:
     """Run a model without its own search for documents, by jumps in positions: our masks have them, and the search
     waits for the device."""
-    search = masking_utils.find_packed_sequence_indices
-    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    token = _is_ours.set(True)
     try:
         yield
     finally:
-        masking_utils.find_packed_sequence_indices = search
+        _is_ours.reset(token)
 
 
 def rule_of(mask_function: Callable[..., Any], local_size: int | None) -> str:
@@ -299,7 +344,7 @@ class Conversion:
     know the names and forms of each release."""
 
     def __init__(self, model: Any):
-        self._model = model
+        self._model, self.model_name = model, type(model).__name__
         self.names = set(model.state_dict())  # of all tensors, whichever of them a pipeline's stage has
         self._there: dict[str, Any] = dict.fromkeys(self.names, True)  # as it looks names up
         transforms = get_model_conversion_mapping(model)

@@ -69,6 +69,8 @@ SIZES = {
     "tied": "tie_word_embeddings",
     "window": "sliding_window",
 }
+MOST_LAYERS = 10_000
+_GENERATES = ("ForConditionalGeneration", "ForCausalLM", "LMHeadModel")  # ends of names of models that have an output
 # Keys of a config.json that are not the architecture: of the file, or of generation.
 _OTHER = (
     *("transformers_version", "architectures", "dtype", "torch_dtype", "_name_or_path", "auto_map", "use_cache"),
@@ -134,17 +136,19 @@ def from_hf_config(raw: dict[str, Any], code: str = "") -> Config:
     sizes = {ours: _size(keys, config.attribute_map.get(theirs, theirs)) for ours, theirs in SIZES.items()}
     needed = ("dim", "num_layers", "num_heads")  # properties in some
     sizes |= {name: getattr(config, SIZES[name], 0) for name in needed if not sizes[name]}
-    lacking = [
-        SIZES[name]
-        for name in ("dim", "num_layers", "vocab_size")
-        if not isinstance(sizes[name], int) or not sizes[name]
-    ]
-    if lacking:
-        raise UserError(f"model_type = {config.model_type!r}: its configuration has no {', '.join(lacking)}")
+    _check_values(config, sizes, keys)
     if dropout := [f"{k} = {x}" for k, x in keys.items() if _is_dropout(k) and isinstance(x, (int, float)) and x > 0]:
         raise UserError(
             f"{', '.join(dropout)}: dropout draws random numbers, which a graph can't; set it to 0 in config.json"
         )
+    written = raw.get("architectures")
+    if isinstance(written, list) and written and not code:
+        named = [str(name) for name in written]
+        if class_name(config) not in named and not any(name.endswith(_GENERATES) for name in named):
+            raise UserError(
+                f"architectures = {written!r:.100}: the causal language model of {config.model_type!r} is "
+                f"{class_name(config)}; write that name if the weights are of it"
+            )
     if raw.get("output_router_logits"):
         raise UserError(
             "output_router_logits = true: the routers' loss of transformers is not computed; set it to false"
@@ -156,6 +160,37 @@ def from_hf_config(raw: dict[str, Any], code: str = "") -> Config:
 def _size(keys: dict[str, Any], name: str) -> Any:
     """Return a size in a config.json; 0 where it has none, or one for each layer."""
     return keys[name] if isinstance(keys.get(name), int) else 0
+
+
+def _check_values(config: Any, sizes: Mapping[str, Any], keys: Mapping[str, Any]) -> None:
+    """Check what transformers takes without a word, and what would fail late or never.
+
+    Raises:
+        UserError: it names the key.
+    """
+    for name, most in (("dim", None), ("num_layers", MOST_LAYERS), ("vocab_size", None)):
+        key = config.attribute_map.get(SIZES[name], SIZES[name])
+        if key not in keys and not sizes[name]:
+            raise UserError(f"model_type = {config.model_type!r}: its configuration has no {SIZES[name]}")
+        if not isinstance(sizes[name], int) or sizes[name] < 1 or (most and sizes[name] > most):
+            legal = f"from 1 to {most:,}" if most else "of at least 1"
+            raise UserError(f"{key} = {keys.get(key)!r:.100}: must be a whole number {legal}")
+    for name in SIZES.keys() - {"tied"}:
+        if isinstance(sizes[name], int) and sizes[name] < 0:
+            raise UserError(f"{config.attribute_map.get(SIZES[name], SIZES[name])} = {sizes[name]}: is below 0")
+    if 0 < sizes["num_experts"] < sizes["top_k"]:
+        raise UserError(f"{SIZES['top_k']} = {sizes['top_k']}: there are {sizes['num_experts']} experts")
+    rope = keys.get("rope_parameters") or {}
+    for each in (rope, *(x for x in rope.values() if isinstance(x, dict))):
+        if (kind := each.get("rope_type")) in ("longrope", "dynamic"):
+            raise UserError(
+                f"rope_parameters.rope_type = {kind!r}: its frequencies depend on the longest document of a batch, so a"
+                " document would change the others'; set rope_type to 'default' for rows within the original length"
+            )
+    nested = [rope, keys]
+    for key, x in ((key, x) for each in nested for key, x in each.items() if isinstance(x, (int, float))):
+        if (key.endswith(("_eps", "_epsilon")) and x < 0) or (key == "rope_theta" and x <= 0):
+            raise UserError(f"{key} = {x}: must be above 0")
 
 
 def _is_dropout(name: str) -> bool:
@@ -211,7 +246,8 @@ class _Unread:
         raise _Read
 
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __bool__ = __index__ = __int__ = __hash__ = __mod__ = _fail  # type: ignore[assignment]
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __truediv__ = __floordiv__ = __str__ = __format__ = _fail  # type: ignore[assignment]
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __floordiv__ = _fail
+    __float__ = __pow__ = __rpow__ = __neg__ = __str__ = __format__ = _fail  # type: ignore[assignment]
 
 
 class _Read(UserError):
@@ -253,11 +289,11 @@ def _note_flow(flow: list[tuple[str, Any, Any]], name: str, module: nn.Module, a
 @functools.cache  # one for all layers, which stay alike
 def _first_by_position(name: str) -> Callable[[nn.Module, Any, dict[str, Any]], Any]:
     """Return a hook before forward that gives the argument of that name by its position, which is the first."""
+    return functools.partial(_by_position, name)
 
-    def hook(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        return (args, kwargs) if args else ((kwargs.pop(name),), kwargs)
 
-    return hook
+def _by_position(name: str, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    return (args, kwargs) if args else ((kwargs.pop(name),), kwargs)
 
 
 class Model(Decoder):
@@ -341,6 +377,8 @@ class Model(Decoder):
             block = next((b for b in self.blocks if names[module].startswith(f"{b}.")), None)
             if block is None:
                 raise UserError(f"{type(theirs).__name__}: {names[module]} attends outside of {self._list}")
+            if rule in ("window 0", "chunk 0"):
+                raise UserError(f"{type(theirs).__name__}: the mask of {block} is {rule}: a token would see nothing")
             rules[block] = rule
         for name, each in self.blocks.items():
             each.mask = rules.get(name, "causal")  # type: ignore[assignment]
@@ -502,8 +540,9 @@ class Model(Decoder):
 
     def init_buffers(self) -> None:
         """Fill in the tables that __init__ computed."""
-        for name, buffer in self.named_buffers():
-            buffer.copy_(self._values[0][name])
+        buffers = dict(self.named_buffers())
+        for name in buffers.keys() & self._values[0].keys():  # others are a converter's
+            buffers[name].copy_(self._values[0][name])
 
     def initial_std(self, name: str) -> Initial:
         """Return how transformers draws a parameter: a normal one is drawn as those of other families, with its

@@ -147,9 +147,9 @@ def _apart(degree: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) 
     return y, pytree.tree_map_only(Tensor, reported, others)
 
 
-def _gathered(degree: int, group: str, forward: Callable[..., Any], *args: Any) -> Tensor:
+def _gathered(degree: int, group: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
     """Run, and gather the ranks' results along the last dim. Each rank's gradient of the whole is its term of a sum."""
-    return Gathered.apply(forward(*args), degree, group).movedim(0, -2).flatten(-2)  # type: ignore[no-any-return]
+    return Gathered.apply(forward(*args, **kwargs), degree, group).movedim(0, -2).flatten(-2)  # type: ignore[no-any-return]
 
 
 def _of_own_part(degree: int, rank: int, forward: Callable[..., Any], x: Tensor) -> Any:

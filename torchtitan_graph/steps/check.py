@@ -67,6 +67,10 @@ def _check_loss_chunks(config: JobConfig, model: Decoder, dims: ParallelDims, op
     if options.loss_chunks == 1:
         return
     option, forward = f"training.loss_chunks = {options.loss_chunks}", type(model).forward.__qualname__
+    if not model.projects_last:
+        raise UserError(
+            f"{option}: this model changes the logits after its output layer, as by a soft cap; set the option to 1"
+        )
     if not takes_loss(model):
         raise UserError(
             f"{option}: {forward} returns logits of all rows; give it the argument `loss` of Decoder.forward, or set"

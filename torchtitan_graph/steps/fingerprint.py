@@ -80,7 +80,7 @@ def fingerprint(config: JobConfig, model: Decoder, dims: ParallelDims, options: 
         # They may come from a file, whose name is not content.
         "the pipeline's stages": str((pipeline.stages, pipeline.rank_of, microbatches) if pipeline else "none"),
         **{f"degree of {axis}": str(degree) for axis, degree in dataclasses.asdict(dims).items()},
-        **{f"the model's {key}": str(value) for key, value in vars(model.config).items()},
+        **{f"the model's {key}": str(value) for key, value in vars(model.config).items() if key != "code"},
         "the model's parameters": _hash_of_parameters(model),
         "torch": f"{torch.__version__} {torch.version.git_version}",
         # Another library's models are its source.

@@ -137,10 +137,12 @@ def step_options(config: JobConfig, model: Decoder, num_microbatches: int, targe
     training, validation, moe = config.training, config.validation, config.moe
     checkpoint, graphs = config.activation_checkpoint, Path(config.job.dump_folder, "graphs")
     if not any(hasattr(m, "auxiliary_loss") for m in model.modules()) and (moe.load_balance_loss or moe.router_z_loss):
-        what = "has no experts" if model.conversion is None else "has no experts, or transformers has no loss of them"
+        what = "has no experts"
+        if model.conversion is not None:
+            what = f"({model.conversion.model_name}) has no experts, or transformers has no loss of them"
         raise UserError(
             f"moe.load_balance_loss = {moe.load_balance_loss}, moe.router_z_loss = {moe.router_z_loss}: "
-            f"{config.model.name} {config.model.flavor or ''} {what}; leave them at 0".replace("  ", " ")
+            f"{' '.join(filter(None, (config.model.name, config.model.flavor)))} {what}; leave them at 0"
         )
     pipeline = _pipeline(config, model, num_microbatches)
     auxiliary = AuxiliaryLoss(moe.load_balance_loss, moe.load_balance_over == "sequence", moe.router_z_loss)

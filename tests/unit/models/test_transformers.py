@@ -482,6 +482,49 @@ def test_what_a_file_says_and_is_not_done_is_refused() -> None:
         family.from_hf_config({"model_type": "opt", "layerdrop": 0.1, "dropout": 0.0})
 
 
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers = 1000000000: must be a whole number from 1 to 10,000"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers = 0: must be"),
+        ({"hidden_size": -64}, "hidden_size = -64"),
+        ({"rms_norm_eps": -1.0}, "rms_norm_eps = -1.0: must be above 0"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 0}}, "rope_theta = 0: must be above 0"),
+        (
+            {"model_type": "mixtral", "num_experts_per_tok": 9, "num_local_experts": 4},
+            "num_experts_per_tok = 9: .* 4",
+        ),
+        ({"architectures": ["MistralForSequenceClassification"]}, "model of 'mistral' is MistralForCausalLM"),
+        ({"model_type": "mistrall"}, "did you mean mistral"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "rope_type = 'dynamic'"),
+    ],
+)
+def test_a_value_that_would_fail_late_is_refused_by_its_key(changes: dict[str, Any], why: str) -> None:
+    with pytest.raises(UserError, match=why):
+        family.from_hf_config({"model_type": "mistral", **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"sliding_window": 0}, "window 0: a token would see nothing"),
+        ({"hidden_act": "sillu"}, "hidden_act = 'sillu' is none that it knows"),
+    ],
+)
+def test_a_value_that_the_model_cannot_use_is_refused(changes: dict[str, Any], why: str) -> None:
+    config = family.from_hf_config({"model_type": "mistral", "num_hidden_layers": 1, **changes})
+    with pytest.raises(UserError, match=why), torch.device("meta"):
+        family.Model(config)
+
+
+def test_a_model_larger_than_memory_is_built_on_meta() -> None:
+    """Of an expert's stack of 2 TB in fp32."""
+    raw = {"model_type": "mixtral", "num_hidden_layers": 1, "hidden_size": 16384, "intermediate_size": 65536}
+    with torch.device("meta"):
+        model = family.Model(family.from_hf_config({**raw, "num_local_experts": 256}))
+    assert model.get_parameter("model.layers.0.mlp.experts.down_proj").numel() * 4 >= 2**40
+
+
 def test_a_mistyped_model_type_is_refused_with_the_nearest() -> None:
     with pytest.raises(
         UserError, match=r"model.flavor = 'mistrall': legal for transformers are .* more; did you mean mi"

@@ -148,6 +148,8 @@ def _on_meta(family: ModuleType, config: Any, attn: str, source: str) -> Decoder
     try:
         with torch.device("meta"):
             return family.Model(config, attn)
+    except UserError as error:
+        raise UserError(f"{source}: {error}") from error
     except RuntimeError as error:
         if "overflow" not in str(error):  # of the bytes of a tensor
             raise

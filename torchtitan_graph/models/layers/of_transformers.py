@@ -20,7 +20,7 @@ from torchtitan_graph.models.layers.moe import in_turn, sorted_slots
 from torchtitan_graph.ops.experts import every_second, grouped_add, grouped_mm, permuted
 from torchtitan_graph.transformers_private import documents_by_masks, register, rule_of
 
-CORRECTION_BIAS = "e_score_correction_bias"
+CORRECTION_BIASES = ("e_score_correction_bias", "expert_bias")
 
 # Arguments of its attention that say what the mask, or our own attention, says already.
 _KNOWN = (
@@ -181,7 +181,8 @@ def experts_of(experts: nn.Module, x_TD: Tensor, chosen_TA: Tensor, weights_TA: 
     loss: Any = getattr(experts, "auxiliary_loss", None)
     if loss is not None and torch.is_grad_enabled():  # evaluation reports the cross entropy alone
         logits_TE = routing.logits_TE
-        assert logits_TE is not None, experts.name
+        if logits_TE is None or logits_TE.numel() != len(x_TD) * E:
+            raise UserError(f"the router of {experts.name} gives no logits of each token, so it has no [moe] loss")
         logits_TE = logits_TE.reshape(-1, E).to(torch.promote_types(logits_TE.dtype, torch.float32))
         routing.losses.append(loss(logits_TE, logits_TE.softmax(-1), chosen_TA, load_E, routing.num_rows))
     y_SD = experts.rows(permuted(x_TD, order_S, inverse_S, chosen_TA.shape[1]), load_E)  # type: ignore[operator]
@@ -201,14 +202,14 @@ def adapt_experts(block: nn.Module, router: tuple[type[nn.Module], int] | None) 
     every = dict(block.named_modules())
     experts = {name: module for name, module in every.items() if hasattr(module, "_is_expert_parallel")}
     routers = [module for module in every.values() if router is not None and isinstance(module, router[0])]
-    biases = [module for module in every.values() if CORRECTION_BIAS in module._buffers]
+    biases = [(m, name) for m in every.values() for name in CORRECTION_BIASES if name in m._buffers]
     for name, module in experts.items():
         module.name, module.all_experts, module.rows = name, module.num_experts, Rows(module)  # type: ignore[assignment]
         module.forced_balance = False  # type: ignore[assignment]
         if len(routers) == len(experts):
             module.auxiliary_loss = None  # type: ignore[assignment]
         if len(biases) == len(experts) == 1:
-            module.bias_of, module.bias_update_speed = (biases[0],), 0.0  # type: ignore[assignment]
+            module.bias_of, module.bias_update_speed = biases[0], 0.0  # type: ignore[assignment]
     for module in routers if len(routers) == len(experts) else ():
         assert router is not None
         module.forward = partial(_note_logits, module.forward, router[1])
@@ -219,12 +220,15 @@ def adapt_experts(block: nn.Module, router: tuple[type[nn.Module], int] | None) 
 
 def correction_bias(experts: nn.Module) -> Tensor | None:
     """Return the buffer that corrects the scores of a mixture's choice, where it has one."""
-    return experts.bias_of[0]._buffers[CORRECTION_BIAS] if hasattr(experts, "bias_of") else None  # type: ignore
+    if not hasattr(experts, "bias_of"):
+        return None
+    module, name = experts.bias_of  # type: ignore[misc]
+    return module._buffers[name]  # type: ignore[no-any-return]
 
 
 def _note_logits(forward: Callable[..., Any], at: int, *args: Any, **kwargs: Any) -> Any:
     results = forward(*args, **kwargs)
-    _routing[-1].logits_TE = results[at]
+    _routing[-1].logits_TE = results if isinstance(results, Tensor) else results[at]
     return results
 
 

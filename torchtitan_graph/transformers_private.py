@@ -62,6 +62,15 @@ def register(attention: Callable[..., Any], mask: Callable[..., Any], experts: C
     ExpertsInterface.register(OURS, experts)
 
 
+def untested_version() -> str | None:
+    """Return a warning if the installed release is not one of those that are tested."""
+    version = transformers.__version__
+    if version.startswith(tuple(f"{tested}." for tested in TESTED)):
+        return None
+    which = f"{' and '.join(TESTED)} {'are' if len(TESTED) > 1 else 'is'}"
+    return f"transformers {version} is not tested with this package: {which}"
+
+
 # --- configurations -------------------------------------------------------------------------------------------------
 
 
@@ -225,6 +234,28 @@ def documents_by_masks() -> Iterator[None]:
         yield
     finally:
         _is_ours.reset(token)
+
+
+def fix_rotations(model: nn.Module) -> int | None:
+    """Keep the frequencies of rotary embeddings that would depend on the longest document of a batch at those of short
+    documents, and return the length up to which these are right; None without such ones. Their modules decide by an
+    attribute, for which there is no argument."""
+    lengths = list[int]()
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        if not (isinstance(kinds, (str, dict)) and hasattr(module, "original_max_seq_len")):
+            continue
+        for layer, kind in kinds.items() if isinstance(kinds, dict) else [(None, kinds)]:
+            rope: Any = module.config.rope_parameters  # type: ignore[union-attr]
+            rope = rope if layer is None else rope[layer]
+            if kind in ("longrope", "dynamic"):
+                whole: Any = module.original_max_seq_len
+                lengths.append(rope["original_max_position_embeddings"] if kind == "longrope" else whole)
+                if layer is None:
+                    module.rope_type = "default"  # type: ignore[assignment]
+                else:
+                    module.rope_type = {**module.rope_type, layer: "default"}  # type: ignore[dict-item, assignment]
+    return min(lengths, default=None)
 
 
 def rule_of(mask_function: Callable[..., Any], local_size: int | None) -> str:

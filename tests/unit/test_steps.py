@@ -43,7 +43,7 @@ def built(*options: str) -> tuple[JobConfig, Decoder]:
 
 def options_of(config: JobConfig, model: Decoder, num_microbatches: int = 1, device: str = "cpu") -> StepOptions:
     of = target(config, device)
-    table = dataclasses.replace(config.model, elementwise=choose_elementwise(config, of))
+    table = dataclasses.replace(config.model, elementwise=choose_elementwise(config, of, config.model.name))
     return step_options(dataclasses.replace(config, model=table), model, num_microbatches, of)
 
 

@@ -29,6 +29,7 @@ from torchtitan_graph.models.layers.init import STD, Constant, Drawn, Initial, a
 from torchtitan_graph.models.layers.masks import Rule, all_of, begins_of, causal, chunked, same_document, sliding
 from torchtitan_graph.models.layers.moe import move_correction_bias
 from torchtitan_graph.models.layers.of_transformers import (
+    CORRECTION_BIASES,
     InDouble,
     Rows,
     Running,
@@ -45,11 +46,13 @@ from torchtitan_graph.transformers_private import (
     class_of_folder,
     config_class,
     drawn,
+    fix_rotations,
     keys_of,
     model_types,
     router_of,
     tensor_parallel_plan,
     text_config,
+    untested_version,
 )
 
 c10d = torch.ops._c10d_functional
@@ -180,20 +183,15 @@ def _check_values(config: Any, sizes: Mapping[str, Any], keys: Mapping[str, Any]
             raise UserError(f"{config.attribute_map.get(SIZES[name], SIZES[name])} = {sizes[name]}: is below 0")
     if 0 < sizes["num_experts"] < sizes["top_k"]:
         raise UserError(f"{SIZES['top_k']} = {sizes['top_k']}: there are {sizes['num_experts']} experts")
-    rope = keys.get("rope_parameters") or {}
-    for each in (rope, *(x for x in rope.values() if isinstance(x, dict))):
-        if (kind := each.get("rope_type")) in ("longrope", "dynamic"):
-            raise UserError(
-                f"rope_parameters.rope_type = {kind!r}: its frequencies depend on the longest document of a batch, so a"
-                " document would change the others'; set rope_type to 'default' for rows within the original length"
-            )
-    nested = [rope, keys]
+    nested = [keys.get("rope_parameters") or {}, keys]
     for key, x in ((key, x) for each in nested for key, x in each.items() if isinstance(x, (int, float))):
         if (key.endswith(("_eps", "_epsilon")) and x < 0) or (key == "rope_theta" and x <= 0):
             raise UserError(f"{key} = {x}: must be above 0")
 
 
 def _is_dropout(name: str) -> bool:
+    if name.startswith(("classifier_", "summary_")):  # of heads that a causal language model has not
+        return False
     return any(word in name for word in ("dropout", "pdrop", "drop_rate", "layerdrop", "jitter_noise"))
 
 
@@ -314,6 +312,7 @@ class Model(Decoder):
         self._theirs, self._values, self.config, self.attn = (theirs,), (values,), config, attn
         self.__dict__ |= {key: vars(theirs)[key] for key in ("_modules", "_parameters", "_buffers")}
         self.ahead_weight, self.num_parts, self.parts_differ = 0.0, 1, False
+        _make_biases_buffers(theirs, values)
         self.conversion = Conversion(theirs)
         number = theirs.config.num_hidden_layers
         lists = [n for n, m in theirs.named_modules() if isinstance(m, nn.ModuleList) and len(m) == number]
@@ -327,12 +326,49 @@ class Model(Decoder):
         self._names = {block: name for name, block in self.blocks.items()}
         for block in self.blocks.values():
             adapt_experts(block, router_of(theirs))
+        short = fix_rotations(theirs)
         self._look()
         self._make_plan()
+        self._note_lengths(short)
+        self.notes = self._notes()
         if torch.get_default_device().type != "meta":
             allocate(self, torch.float32)
 
     # --- what a model is made of ---
+
+    def _note_lengths(self, short: int | None) -> None:
+        """Set `longest_row` and `trained_length`.
+
+        Args:
+            short: up to what length of documents the rotation does not depend on it, if it does beyond.
+        """
+        trained = getattr(self._theirs[0].config, "max_position_embeddings", None)
+        self.trained_length = trained if isinstance(trained, int) and trained > 0 else None
+        if short is not None:
+            why = "beyond, the frequencies of its rotation depend on the longest document of a batch (rope_type)"
+            self.longest_row = short, why
+        if self.trained_length is None:
+            return
+        for name, module in self.named_modules():
+            table = module.weight if isinstance(module, nn.Embedding) and name != self._ends[0] else None
+            for x in (table, *module._buffers.values()):
+                if x is not None and x.dim() == 2 and len(x) - getattr(module, "offset", 0) == self.trained_length:
+                    self.longest_row = self.trained_length, f"{name} has a row for each position"
+
+    def _notes(self) -> list[str]:
+        """Return what is said of the model before it trains: its mixtures of experts have what transformers gives."""
+        notes = []
+        if why := untested_version():
+            notes.append(why)
+        mixtures = [m for block in self.blocks.values() for m in block.modules() if hasattr(m, "all_experts")]
+        if mixtures:
+            losses = sum(hasattr(m, "auxiliary_loss") for m in mixtures)
+            biases = sum(correction_bias(m) is not None for m in mixtures)
+            notes.append(
+                f"mixtures of experts: {len(mixtures)}; [moe] losses can be added to {losses}, and "
+                f"moe.bias_update_speed moves the correction biases of {biases}"
+            )
+        return notes
 
     def _look(self) -> None:
         """Run the model once on meta: see which masks there are, which block's attention takes which, whether layers
@@ -620,6 +656,17 @@ class Model(Decoder):
         if group is not None and self.sums_loads:
             loads = {n: c10d.wait_tensor(c10d.all_reduce(x, "sum", group.group_name)) for n, x in loads.items()}
         return result, SideOutputs({}, {f"{name}{LOAD}": load_E for name, load_E in loads.items()}, experts=losses)
+
+
+def _make_biases_buffers(model: nn.Module, values: dict[str, Tensor]) -> None:
+    """Make buffers of the correction biases that are parameters without gradients: a step moves them."""
+    for name, parameter in list(model.named_parameters()):
+        owner, _, leaf = name.rpartition(".")
+        if leaf in CORRECTION_BIASES and not parameter.requires_grad:
+            module = model.get_submodule(owner)
+            del module._parameters[leaf]
+            module.register_buffer(leaf, parameter.detach())
+            values[name] = torch.zeros(parameter.shape, dtype=parameter.dtype, device="cpu")
 
 
 def _line_of(error: BaseException) -> str:

@@ -96,9 +96,18 @@ def _check_loss_chunks(config: JobConfig, model: Decoder, dims: ParallelDims, op
 
 
 def _check_state(config: JobConfig, model: Decoder, dims: ParallelDims) -> None:
-    """Check that what mixes a row's tokens without a mask meets one document, on one rank."""
+    """Check what another library's model can't do: be cut, take longer rows, or keep documents apart without a mask."""
     if dims.pp > 1 and model.no_pipeline is not None:
         raise UserError(f"parallelism.pipeline_parallel_degree = {dims.pp}: not of this model: {model.no_pipeline}")
+    length = config.training.seq_len
+    if model.longest_row is not None and length > model.longest_row[0]:
+        most, why = model.longest_row
+        raise UserError(f"training.seq_len = {length}: at most {most} for this model: {why}")
+    if model.trained_length is not None and length > model.trained_length:
+        logger.warning(
+            f"training.seq_len = {length}: rows are longer than the {model.trained_length} positions "
+            "(max_position_embeddings) that config.json says the model was made for"
+        )
     if model.mixes_documents is None:
         return
     what = f"model.name = {config.model.name!r}: {model.mixes_documents} of this model mixes all tokens of a row"

@@ -37,12 +37,17 @@ def on_meta(kind: str, attn: str = "sdpa", **changes: Any) -> Any:
 
 @cache
 def stock(kind: str) -> Any:
+    return stock_of(tiny_config(family.FLAVORS[kind], vocab_size=VOCAB))
+
+
+def stock_of(config: family.Config) -> Any:
     """Return transformers' own model, with random numbers that fp32 holds."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
-    config = tiny_config(family.FLAVORS[kind], vocab_size=VOCAB).of_transformers()
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, experts_implementation="eager")
+    model = AutoModelForCausalLM.from_config(
+        config.of_transformers(), dtype=torch.float32, experts_implementation="eager"
+    )
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(0.1 * torch.randn(parameter.shape))
@@ -58,7 +63,7 @@ def read(folder: Path, attn: str = "sdpa") -> Any:
     return model
 
 
-def largest_gap(kind: str, model: Any) -> float:
+def largest_gap(theirs: Any, model: Any) -> float:
     """Return the largest difference from transformers' logits, of each document alone."""
     rows, gap = global_rows(VOCAB, step=1), 0.0
     with torch.no_grad():
@@ -67,7 +72,7 @@ def largest_gap(kind: str, model: Any) -> float:
         for tokens_L, documents_L, logits_LV in zip(rows.tokens_BL, rows.documents_BL, logits_BLV, strict=True):
             for document in documents_L.unique():
                 is_its_L = documents_L == document
-                alone_LV = stock(kind)(input_ids=tokens_L[is_its_L].unsqueeze(0), use_cache=False).logits[0]
+                alone_LV = theirs(input_ids=tokens_L[is_its_L].unsqueeze(0), use_cache=False).logits[0]
                 gap = max(gap, float((alone_LV - logits_LV[is_its_L]).abs().max() / alone_LV.abs().max()))
     return gap
 
@@ -82,7 +87,7 @@ def test_packed_documents_get_transformers_logits_and_its_files_are_written_agai
     first, second = tmp_path / "first", tmp_path / "second"
     stock(kind).save_pretrained(first)
     model = read(first, "flex" if kind == "gemma2" else "sdpa")
-    assert largest_gap(kind, model) < 1e-6
+    assert largest_gap(stock(kind), model) < 1e-6
     save_weights(model, family, second)
     files, again = (load_file(folder / "model.safetensors") for folder in (first, second))
     assert files.keys() == again.keys()
@@ -96,10 +101,10 @@ def test_a_mask_that_lets_another_document_be_seen_is_found() -> None:
     model = on_meta("qwen2")
     allocate(model, torch.float64)
     model.load_state_dict(stock("qwen2").state_dict())
-    assert largest_gap("qwen2", model) < 1e-6
+    assert largest_gap(stock("qwen2"), model) < 1e-6
     own = model.masks
     model.masks = lambda documents_BL, positions_BL: own(torch.zeros_like(documents_BL), positions_BL)
-    assert largest_gap("qwen2", model) > 1e-3
+    assert largest_gap(stock("qwen2"), model) > 1e-3
 
 
 def test_rules_are_those_of_each_layer() -> None:
@@ -282,6 +287,62 @@ def test_a_mixture_with_the_name_of_a_feed_forward_is_no_sum_of_ranks() -> None:
     assert sorted(sums) == ["model.layers.*.mlp.shared_experts", "model.layers.*.self_attn", "model.layers.0.mlp"]
 
 
+# --- lengths ---
+
+TINY = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=48)
+FACTORS = dict(short_factor=[1.0, 1.5, 2.0, 2.5], long_factor=[4.0, 5.0, 6.0, 7.0], rope_theta=10000.0)
+ORIGINAL = {"original_max_position_embeddings": 64}
+SHORT: list[dict[str, Any]] = [
+    {"model_type": "phi3", "pad_token_id": 0, **ORIGINAL, "rope_scaling": {"rope_type": "longrope", **FACTORS}},
+    {"model_type": "llama", "rope_scaling": {"rope_type": "longrope", "factor": 4.0, **FACTORS, **ORIGINAL}},
+    {"model_type": "llama", "rope_scaling": {"rope_type": "dynamic", "factor": 4.0}},
+]
+
+
+def check_length(model: Any, length: int) -> None:
+    cell = Cell(family="transformers", flavor="debugmodel")
+    config = load(["--model.name=transformers", f"--training.seq_len={length}"])
+    check_steps(config, model, family, ParallelDims(), cell.options("graph"))
+
+
+@pytest.mark.parametrize("raw", SHORT)
+def test_a_rotation_that_depends_on_the_length_is_that_of_short_documents(raw: dict[str, Any], tmp_path: Path) -> None:
+    most = 256 if raw["rope_scaling"]["rope_type"] == "dynamic" else 64
+    theirs = stock_of(family.from_hf_config(TINY | {"vocab_size": VOCAB, "max_position_embeddings": 256} | raw))
+    theirs.save_pretrained(tmp_path)
+    model = read(tmp_path)
+    assert largest_gap(theirs, model) < 1e-6
+    tokens_BL = torch.randint(VOCAB, (1, 4 * most), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():  # beyond, transformers' rotation is another
+        gaps = [
+            float((theirs(x_BL, use_cache=False).logits - model(x_BL)).abs().max())
+            for x_BL in (tokens_BL[:, :most], tokens_BL)
+        ]
+    assert 100 * gaps[0] < 1e-5 < gaps[1]
+    check_length(model, most)
+    with pytest.raises(
+        UserError, match=f"seq_len = {most + 1}: at most {most} for this model: beyond, the frequencies"
+    ):
+        check_length(model, most + 1)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "opt"])
+def test_rows_longer_than_a_table_of_positions_are_refused(kind: str) -> None:
+    model = on_meta(kind)
+    most = model.trained_length
+    check_length(model, most)
+    with pytest.raises(UserError, match=rf"seq_len = {most + 1}: at most {most} for this model: .* has a row for each"):
+        check_length(model, most + 1)
+
+
+def test_rows_longer_than_a_model_was_made_for_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    model = on_meta("gpt_neox")
+    check_length(model, model.trained_length)
+    assert "longer than" not in caplog.text
+    check_length(model, model.trained_length + 1)
+    assert "training.seq_len = 2049: rows are longer than the 2048 positions (max_position_embeddings)" in caplog.text
+
+
 # --- routers ----------------------------------------------------------------------------------------------------------
 
 
@@ -329,8 +390,33 @@ def test_loads_are_counted_forced_and_move_the_correction_bias() -> None:
     model.after_step(side.state)
     bias_E = model.get_buffer("model.layers.1.mlp.gate.e_score_correction_bias")
     assert torch.equal(bias_E.double(), 0.25 * torch.sign(load_E.double().mean() - load_E))
+    assert model.notes == [
+        "mixtures of experts: 1; [moe] losses can be added to 0, and moe.bias_update_speed moves the correction biases"
+        " of 1"
+    ]
     _, side = routed("glm4_moe", forced_balance=True)
     assert len({*next(iter(side.state.values())).tolist()}) == 1
+
+
+def test_a_correction_bias_that_is_a_parameter_moves_too(tmp_path: Path) -> None:
+    theirs = stock("ernie4_5_moe")
+    theirs.save_pretrained(tmp_path)
+    model, name = read(tmp_path), "model.layers.1.mlp.gate.moe_statics.e_score_correction_bias"
+    assert largest_gap(theirs, model) < 1e-6
+    before = model.get_buffer(name).clone()
+    assert torch.equal(before, theirs.get_parameter(name)) and before.any()
+    set_up_experts(model, ExpertTraining(bias_update_speed=0.25), num_parts=1, groups=())
+    side = model(torch.randint(VOCAB, (2, 12)), side_outputs=True)[1]
+    model.after_step(side.state)
+    load_E = side.state["model.layers.1.mlp.experts.load"].float()
+    assert torch.equal(model.get_buffer(name), before + 0.25 * torch.sign(load_E.mean() - load_E))
+
+
+def test_an_untested_release_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert on_meta("mistral").notes == []
+    monkeypatch.setattr("torchtitan_graph.transformers_private.TESTED", ("5.1",))
+    (note,) = on_meta("mistral").notes
+    assert note.endswith("is not tested with this package: 5.1 is")
 
 
 # --- a folder's own code ----------------------------------------------------------------------------------------------
@@ -496,7 +582,6 @@ def test_what_a_file_says_and_is_not_done_is_refused() -> None:
         ),
         ({"architectures": ["MistralForSequenceClassification"]}, "model of 'mistral' is MistralForCausalLM"),
         ({"model_type": "mistrall"}, "did you mean mistral"),
-        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "rope_type = 'dynamic'"),
     ],
 )
 def test_a_value_that_would_fail_late_is_refused_by_its_key(changes: dict[str, Any], why: str) -> None:

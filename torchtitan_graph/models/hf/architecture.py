@@ -41,9 +41,7 @@ def choose_model(job_config: JobConfig, assets: Path | None, tokenizer_vocab_siz
         UserError: as `load_family` and `build_model`; a family that can't be saved as asked; or config.json contradicts
             `model.name` or `model.flavor`, or is of an unknown family or form.
     """
-    options = dataclasses.replace(
-        job_config.model, attn=choose_attention(job_config, target), elementwise=choose_elementwise(job_config, target)
-    )
+    options = dataclasses.replace(job_config.model, attn=choose_attention(job_config, target))
     flavor = options.flavor
     file = (assets or Path()) / "config.json"
     raw = read_json(file) if assets is not None and os.path.exists(file) else None
@@ -58,6 +56,7 @@ def choose_model(job_config: JobConfig, assets: Path | None, tokenizer_vocab_siz
             f"model.trust_remote_code = true: with model.name = {WRAPPER!r} and a folder with a config.json in"
             " model.hf_assets_path, whose Python code then is run; leave it out"
         )
+    options.elementwise = choose_elementwise(job_config, target, options.name)
     code = str(assets) if options.trust_remote_code else ""
     family = load_family(options.name)
     lacking = [attribute for attribute in HF_CONTRACT if not hasattr(family, attribute)]
@@ -79,7 +78,10 @@ def choose_model(job_config: JobConfig, assets: Path | None, tokenizer_vocab_siz
             _check_flavor(options.name, flavor, wanted, config, file)
     source = f"model.flavor = {options.flavor!r}" if raw is None else str(file)
     config = with_mtp_layers(config, options.num_mtp_layers, options.name)
-    return ChosenModel(family, _on_meta(family, config, options.attn, source), options)
+    model = _on_meta(family, config, options.attn, source)
+    for note in model.notes:
+        logger.info(note)
+    return ChosenModel(family, model, options)
 
 
 def choose_attention(job_config: JobConfig, target: Target) -> str:
@@ -104,12 +106,23 @@ def choose_attention(job_config: JobConfig, target: Target) -> str:
     return chosen
 
 
-def choose_elementwise(job_config: JobConfig, target: Target) -> str:
-    """Return `model.elementwise`; where that is "auto", "fused" or "torch"."""
+def choose_elementwise(job_config: JobConfig, target: Target, name: str) -> str:
+    """Return `model.elementwise`; where that is "auto", "fused" or "torch".
+
+    Raises:
+        UserError: it is "fused", and the family `name` computes with transformers' own modules.
+    """
     chosen = job_config.model.elementwise
+    if chosen == "fused" and name == WRAPPER:
+        raise UserError(
+            f"model.elementwise = 'fused': model.name = {WRAPPER!r} computes with transformers' own modules; leave it"
+            " at auto"
+        )
     if chosen != "auto":
         return chosen
-    if not target.is_gpu:
+    if name == WRAPPER:
+        chosen, why = "torch", "for transformers' own modules"
+    elif not target.is_gpu:
         chosen, why = "torch", "on a CPU"
     elif {"rope", "swiglu"} <= set(job_config.compile.fusions):
         chosen, why = "torch", "for compile.fusions has both"

@@ -140,6 +140,9 @@ class Decoder(nn.Module):
     sums_loads = False
     no_pipeline: str | None = None  # why such a model can't be cut into stages
     mixes_documents: str | None = None  # what in it mixes the tokens of a row, over the ends of documents
+    longest_row: tuple[int, str] | None = None  # the most tokens of a row, and why not more
+    trained_length: int | None = None  # of rows, where another library's model says it
+    notes: Sequence[str] = ()  # what a user should know of another library's model, a line each
     conversion: Any = None  # of another library's model: how the tensors of files become its own
 
     def __init__(self, config: DecoderConfig, attn: str, blocks: Sequence[nn.Module]):

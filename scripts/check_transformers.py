@@ -238,9 +238,10 @@ def check_type(kind: str, layouts: list[str]) -> dict[str, str]:
         except (UserError, No) as error:
             results[column] = f"no: {_line(error)}"
         except Exception as error:
-            results[column] = f"FAULT: {type(error).__name__}: {_line(getattr(error, 'first', None) or error)}"
-            if "UserError" in results[column]:  # raised on a rank
-                results[column] = f"no: {results[column].rpartition('UserError: ')[2]}"
+            report = getattr(error, "first", None) or str(error)
+            results[column] = f"FAULT: {type(error).__name__}: {_line(report)}"
+            if "UserError: " in report:  # raised on a rank
+                results[column] = f"no: {_line(report.rpartition('UserError: ')[2])}"
         return not results[column].startswith(("no", "FAULT"))
 
     def built(kind: str) -> str:

@@ -34,7 +34,7 @@ from torchtitan_graph.models.layers.of_transformers import (
     Rows,
     Running,
     adapt_attention,
-    adapt_experts,
+    adapt_block,
     correction_bias,
     run_with,
 )
@@ -73,6 +73,7 @@ SIZES = {
     "window": "sliding_window",
 }
 MOST_LAYERS = 10_000
+_REFUSED = {"xglm": "its table of positions is in fp32 among parameters in bf16, which its norms can't take"}
 _GENERATES = ("ForConditionalGeneration", "ForCausalLM", "LMHeadModel")  # ends of names of models that have an output
 # Keys of a config.json that are not the architecture: of the file, or of generation.
 _OTHER = (
@@ -171,6 +172,8 @@ def _check_values(config: Any, sizes: Mapping[str, Any], keys: Mapping[str, Any]
     Raises:
         UserError: it names the key.
     """
+    if why := _REFUSED.get(config.model_type):
+        raise UserError(f"model_type = {config.model_type!r}: {why}")
     for name, most in (("dim", None), ("num_layers", MOST_LAYERS), ("vocab_size", None)):
         key = config.attribute_map.get(SIZES[name], SIZES[name])
         if key not in keys and not sizes[name]:
@@ -325,7 +328,7 @@ class Model(Decoder):
         self._ends = names[theirs.get_input_embeddings()], names[theirs.get_output_embeddings()]
         self._names = {block: name for name, block in self.blocks.items()}
         for block in self.blocks.values():
-            adapt_experts(block, router_of(theirs))
+            adapt_block(block, router_of(theirs))
         short = fix_rotations(theirs)
         self._look()
         self._make_plan()

@@ -10,6 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from torchtitan_graph.check.matrix import Cell, global_rows
 from torchtitan_graph.config import load
@@ -285,6 +287,28 @@ def test_a_mixture_with_the_name_of_a_feed_forward_is_no_sum_of_ranks() -> None:
     model = on_meta("glm4_moe")
     sums = [name for name, roles in model.PLAN.items() if roles.get("tp") == "partial"]
     assert sorted(sums) == ["model.layers.*.mlp.shared_experts", "model.layers.*.self_attn", "model.layers.0.mlp"]
+
+
+def test_a_block_traced_by_itself_computes_in_double() -> None:
+    """As one is in backward, outside of the model's forward."""
+    model = on_meta("mistral", num_layers=1)
+    allocate(model, torch.float64)
+    rows, dtypes = global_rows(VOCAB, step=1), set()
+    given: dict[str, Any] = {}
+    model.blocks["model.layers.0"].register_forward_pre_hook(
+        lambda m, a, k: given.update(args=a, **k), with_kwargs=True
+    )
+    model(rows.tokens_BL, rows.positions_BL, model.masks(rows.documents_BL, rows.positions_BL))
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            dtypes.update(x.dtype for x in tree_leaves(result) if isinstance(x, Tensor) and x.is_floating_point())
+            return result
+
+    with Seen(), torch.no_grad():
+        model.blocks["model.layers.0"].forward(*given.pop("args"), **given)
+    assert dtypes == {torch.float64}
 
 
 # --- lengths ---

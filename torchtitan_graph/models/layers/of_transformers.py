@@ -190,11 +190,12 @@ def experts_of(experts: nn.Module, x_TD: Tensor, chosen_TA: Tensor, weights_TA: 
     return (y_TAD * weights_TA.unsqueeze(-1)).sum(1).to(x_TD.dtype)
 
 
-def adapt_experts(block: nn.Module, router: tuple[type[nn.Module], int] | None) -> None:
+def adapt_block(block: nn.Module, router: tuple[type[nn.Module], int] | None) -> None:
     """Set the attributes that `experts_of` reads on a block's experts, and wrap the block's forward.
 
-    A block is traced by itself, so what leaves it must be among its results: the wrapper returns its experts' loads
-    and losses too, and a hook after it records them and returns the block's own result.
+    A block is traced by itself, some in backward, so what leaves it must be among its results, and it enters `InDouble`
+    itself: the wrapper of a block with experts returns their loads and losses too, and a hook after it records them
+    and returns the block's own result.
 
     Args:
         router: the class of its routers, and which of their results are the logits, where they have a loss.
@@ -213,6 +214,7 @@ def adapt_experts(block: nn.Module, router: tuple[type[nn.Module], int] | None) 
     for module in routers if len(routers) == len(experts) else ():
         assert router is not None
         module.forward = partial(_note_logits, module.forward, router[1])
+    block.forward = partial(_in_double, block.forward)
     if experts:
         block.forward = partial(_with_routing, block.forward)
         block._forward_hooks[-1] = _take_routing
@@ -232,9 +234,17 @@ def _note_logits(forward: Callable[..., Any], at: int, *args: Any, **kwargs: Any
     return results
 
 
+def _in_double(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with InDouble() if _input_of(args, kwargs).dtype == torch.float64 else nullcontext():
+        return forward(*args, **kwargs)
+
+
+def _input_of(args: Any, kwargs: Any) -> Tensor:
+    return args[0] if args else next(x for x in kwargs.values() if isinstance(x, Tensor))
+
+
 def _with_routing(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
-    x_BLD = args[0] if args else next(x for x in kwargs.values() if isinstance(x, Tensor))
-    _routing.append(_Routing(len(x_BLD)))
+    _routing.append(_Routing(len(_input_of(args, kwargs))))
     try:
         return forward(*args, **kwargs), _routing[-1].loads, _routing[-1].losses
     finally:

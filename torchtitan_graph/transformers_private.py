@@ -188,7 +188,8 @@ def build(config: Any, kind: Any = None) -> tuple[nn.Module, dict[str, Tensor]]:
     except Exception as error:
         if error.args == (OURS,):  # it has a table of attentions of its own
             raise UserError(f"transformers' {name} has attention of its own, without a registry") from None
-        keys = [key for key, x in config.to_dict().items() if [x] == [*error.args] and isinstance(error, KeyError)]
+        missing = error.args if isinstance(error, KeyError) else ()
+        keys = [key for key, x in config.to_dict().items() if isinstance(x, str) and (x,) == missing]
         of = f"{keys[0]} = {error} is none that it knows" if keys else f"{type(error).__name__}: {error}"
         raise UserError(f"transformers can't build {name} of this configuration: {of}") from error
     finally:

@@ -17,6 +17,7 @@ import re
 import traceback
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -141,7 +142,7 @@ def from_hf_config(raw: dict[str, Any], code: str = "") -> Config:
     needed = ("dim", "num_layers", "num_heads")  # properties in some
     sizes |= {name: getattr(config, SIZES[name], 0) for name in needed if not sizes[name]}
     _check_values(config, sizes, keys)
-    if dropout := [f"{k} = {x}" for k, x in keys.items() if _is_dropout(k) and isinstance(x, (int, float)) and x > 0]:
+    if dropout := [f"{k} = {x}" for k, x in keys.items() if _is_dropout(k) and isinstance(x, (int, float)) and x != 0]:
         raise UserError(
             f"{', '.join(dropout)}: dropout draws random numbers, which a graph can't; set it to 0 in config.json"
         )
@@ -317,6 +318,7 @@ class Model(Decoder):
         self.ahead_weight, self.num_parts, self.parts_differ = 0.0, 1, False
         _make_biases_buffers(theirs, values)
         self.conversion = Conversion(theirs)
+        self.source = Path(config.code or inspect.getfile(type(theirs)))
         number = theirs.config.num_hidden_layers
         lists = [n for n, m in theirs.named_modules() if isinstance(m, nn.ModuleList) and len(m) == number]
         if not lists:

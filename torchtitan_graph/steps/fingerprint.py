@@ -85,7 +85,7 @@ def fingerprint(config: JobConfig, model: Decoder, dims: ParallelDims, options: 
         "torch": f"{torch.__version__} {torch.version.git_version}",
         # Another library's models are its source.
         **({"transformers": metadata.version("transformers")} if model.conversion is not None else {}),
-        **({"source of the model": _hash_of_source(Path(code))} if (code := getattr(model.config, "code", "")) else {}),
+        **({"source of the model": _hash_of_source(model.source)} if model.source is not None else {}),
         "device": _describe(options.target.device),
         "source of torchtitan_graph": _hash_of_source(Path(torchtitan_graph.__file__).parent),
         **{f"source of {name}": _hash_of_source(*_files_of(name)) for name in _own_packages(_own_names(config))},

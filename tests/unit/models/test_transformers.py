@@ -606,6 +606,8 @@ def test_what_a_file_says_and_is_not_done_is_refused() -> None:
         ),
         ({"architectures": ["MistralForSequenceClassification"]}, "model of 'mistral' is MistralForCausalLM"),
         ({"model_type": "mistrall"}, "did you mean mistral"),
+        ({"attention_dropout": -0.1}, "attention_dropout = -0.1: dropout"),
+        ({"model_type": "xglm"}, "model_type = 'xglm': its table of positions is in fp32"),
     ],
 )
 def test_a_value_that_would_fail_late_is_refused_by_its_key(changes: dict[str, Any], why: str) -> None:
@@ -618,6 +620,7 @@ def test_a_value_that_would_fail_late_is_refused_by_its_key(changes: dict[str, A
     [
         ({"sliding_window": 0}, "window 0: a token would see nothing"),
         ({"hidden_act": "sillu"}, "hidden_act = 'sillu' is none that it knows"),
+        ({"rope_parameters": {"rope_type": 1, "rope_theta": 1e4}}, "KeyError: 1"),
     ],
 )
 def test_a_value_that_the_model_cannot_use_is_refused(changes: dict[str, Any], why: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -143,6 +144,7 @@ class Decoder(nn.Module):
     longest_row: tuple[int, str] | None = None  # the most tokens of a row, and why not more
     trained_length: int | None = None  # of rows, where another library's model says it
     notes: Sequence[str] = ()  # what a user should know of another library's model, a line each
+    source: Path | None = None  # of another library's model: the file or folder with its code
     conversion: Any = None  # of another library's model: how the tensors of files become its own
 
     def __init__(self, config: DecoderConfig, attn: str, blocks: Sequence[nn.Module]):

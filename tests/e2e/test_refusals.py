@@ -53,7 +53,7 @@ def test_mistake_in_a_file(toml: str, parts: list[str], tmp_path: Path) -> None:
         ("--model.name lama3", ["model.name = 'lama3'", "must be one of", "did you mean llama3?"]),
         ("--model.name my_models.nothing", ["model.name = 'my_models.nothing'", "is it on PYTHONPATH?"]),
         ("--model.flavor debugmodl", ["model.flavor = 'debugmodl'", "did you mean debugmodel?"]),
-        ("--model.hf_assets_path ./nowhere", ["model.hf_assets_path = './nowhere'", "there is no tokenizer.json"]),
+        ("--model.hf_assets_path ./nowhere", ["model.hf_assets_path = './nowhere'", "there is no such folder"]),
         ("--compile.disable_passes rematerialise", ["compile.disable_passes", "did you mean rematerialize?"]),
         ("--compile.cuda_graphs", ["compile.cuda_graphs = true: needs a GPU", "computes on cpu"]),
         ("--compile.disable_passes shard_params", ["compile.disable_passes", "can't be left out"]),
@@ -135,7 +135,7 @@ def test_mistake_that_all_ranks_find_is_told_once(tmp_path: Path) -> None:
     options = ["--model.hf_assets_path", "./nowhere"]
     code, output = Command(str(REPOSITORY / "run_train.sh"), *options, cwd=tmp_path, NGPU="3").finish()
     assert code == 2, output
-    assert "model.hf_assets_path = './nowhere': there is no tokenizer.json" in output
+    assert "model.hf_assets_path = './nowhere': there is no such folder" in output
     assert len(output.splitlines()) == 1, output
     assert not list(tmp_path.iterdir())
 

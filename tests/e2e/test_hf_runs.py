@@ -169,8 +169,9 @@ def test_a_mistake_is_refused(options: list[str], parts: list[str], small: Path,
         assert part in output, output
 
 
+# The debug flavour of transformers' is of an architecture that `from_hf` reads as a family of this package.
 @pytest.mark.slow
-@pytest.mark.parametrize("name", family_names())
+@pytest.mark.parametrize("name", [name for name in family_names() if name != "transformers"])
 def test_every_family_goes_from_a_folder_through_a_layout_to_a_folder(name: str, tmp_path: Path) -> None:
     """Published weights -> two steps at FSDP 2 x TP 2 -> what was trained, as our checkpoint and as transformers'."""
     transformers = pytest.importorskip("transformers")

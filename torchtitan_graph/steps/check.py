@@ -99,6 +99,11 @@ def _check_state(config: JobConfig, model: Decoder, dims: ParallelDims) -> None:
     """Check what another library's model can't do: be cut, take longer rows, or keep documents apart without a mask."""
     if dims.pp > 1 and model.no_pipeline is not None:
         raise UserError(f"parallelism.pipeline_parallel_degree = {dims.pp}: not of this model: {model.no_pipeline}")
+    if config.compile.capture == "dynamo" and model.conversion is not None:
+        raise UserError(
+            f"compile.capture = 'dynamo': Dynamo can't trace model.name = {config.model.name!r}, whose masks are found"
+            " by looking into functions; use 'make_fx'"
+        )
     length = config.training.seq_len
     if model.longest_row is not None and length > model.longest_row[0]:
         most, why = model.longest_row

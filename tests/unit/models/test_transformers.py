@@ -350,6 +350,13 @@ def test_a_rotation_that_depends_on_the_length_is_that_of_short_documents(raw: d
         check_length(model, most + 1)
 
 
+def test_capture_by_dynamo_is_refused() -> None:
+    cell = Cell(family="transformers", flavor="debugmodel")
+    config = load(["--model.name=transformers", "--compile.capture=dynamo"])
+    with pytest.raises(UserError, match="compile.capture = 'dynamo': Dynamo can't trace model.name = 'transformers'"):
+        check_steps(config, on_meta("mistral"), family, ParallelDims(), cell.options("graph"))
+
+
 @pytest.mark.parametrize("kind", ["gpt2", "opt"])
 def test_rows_longer_than_a_table_of_positions_are_refused(kind: str) -> None:
     model = on_meta(kind)

@@ -131,6 +131,9 @@ def main() -> None:
     prompt = ([] if tokenizer.bos_id is None else [tokenizer.bos_id]) + tokenizer.encode(options.prompt)
     tokens = prompt or [tokenizer.eos_id]  # a text begins where another ends
     first, shown = len(tokens), options.prompt
+    if model.longest_row is not None and first + options.max_new_tokens > model.longest_row[0]:
+        most, why = model.longest_row
+        parser.exit(2, f"--max_new_tokens {options.max_new_tokens}: with the prompt at most {most} tokens: {why}\n")
     print(shown, end="", flush=True)
     while len(tokens) - first < options.max_new_tokens:
         logits_BLV = model(torch.tensor([tokens], device=devices.device()))

@@ -238,9 +238,9 @@ def documents_by_masks() -> Iterator[None]:
 
 
 def fix_rotations(model: nn.Module) -> int | None:
-    """Keep the frequencies of rotary embeddings that would depend on the longest document of a batch at those of short
-    documents, and return the length up to which these are right; None without such ones. Their modules decide by an
-    attribute, for which there is no argument."""
+    """Make rotary embeddings whose frequencies depend on the longest document of a batch use those of short documents,
+    and return the length up to which these are right; None if there are no such embeddings. No argument of theirs does
+    this: they read their attribute `rope_type` in each forward pass."""
     lengths = list[int]()
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)

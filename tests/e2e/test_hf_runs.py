@@ -226,3 +226,16 @@ def test_generation_refuses_what_is_no_model(tmp_path: Path) -> None:
     assert code == 2
     assert "there is no such folder" in output
     assert "Traceback" not in output
+
+
+def test_generation_refuses_more_tokens_than_a_rotation_is_for(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = dict(vocab_size=258, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=32)
+    factors = dict(rope_type="longrope", short_factor=[1.0] * 4, long_factor=[2.0] * 4)
+    lengths = dict(max_position_embeddings=64, original_max_position_embeddings=16, pad_token_id=None)
+    config = transformers.Phi3Config(**sizes, **lengths, num_key_value_heads=4, rope_scaling=factors)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    assert generated(str(tmp_path), "", "--max_new_tokens", "15")
+    code, output = run_script("generate.py", str(tmp_path), "", "--max_new_tokens", "16")
+    assert code == 2 and "Traceback" not in output
+    assert "--max_new_tokens 16: with the prompt at most 16 tokens: beyond, the frequencies of its rotation" in output

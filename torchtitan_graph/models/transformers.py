@@ -352,6 +352,7 @@ class Model(Decoder):
         if short is not None:
             why = "beyond, the frequencies of its rotation depend on the longest document of a batch (rope_type)"
             self.longest_row = short, why
+            return
         if self.trained_length is None:
             return
         for name, module in self.named_modules():
@@ -361,7 +362,7 @@ class Model(Decoder):
                     self.longest_row = self.trained_length, f"{name} has a row for each position"
 
     def _notes(self) -> list[str]:
-        """Return what is said of the model before it trains: its mixtures of experts have what transformers gives."""
+        """Return lines for the log: an untested release of transformers, and which experts have losses and biases."""
         notes = []
         if why := untested_version():
             notes.append(why)

@@ -104,15 +104,16 @@ def _check_state(config: JobConfig, model: Decoder, dims: ParallelDims) -> None:
             f"compile.capture = 'dynamo': Dynamo can't trace model.name = {config.model.name!r}, whose masks are found"
             " by looking into functions; use 'make_fx'"
         )
-    length = config.training.seq_len
-    if model.longest_row is not None and length > model.longest_row[0]:
-        most, why = model.longest_row
-        raise UserError(f"training.seq_len = {length}: at most {most} for this model: {why}")
-    if model.trained_length is not None and length > model.trained_length:
-        logger.warning(
-            f"training.seq_len = {length}: rows are longer than the {model.trained_length} positions "
-            "(max_position_embeddings) that config.json says the model was made for"
-        )
+    for table in ("training", "validation") if config.validation.enable else ("training",):
+        length = getattr(config, table).seq_len
+        if model.longest_row is not None and length > model.longest_row[0]:
+            most, why = model.longest_row
+            raise UserError(f"{table}.seq_len = {length}: at most {most} for this model: {why}")
+        if model.trained_length is not None and length > model.trained_length:
+            logger.warning(
+                f"{table}.seq_len = {length}: rows are longer than the {model.trained_length} positions"
+                " (max_position_embeddings) that config.json says the model was made for"
+            )
     if model.mixes_documents is None:
         return
     what = f"model.name = {config.model.name!r}: {model.mixes_documents} of this model mixes all tokens of a row"

@@ -323,9 +323,9 @@ SHORT: list[dict[str, Any]] = [
 ]
 
 
-def check_length(model: Any, length: int) -> None:
+def check_length(model: Any, length: int, *options: str) -> None:
     cell = Cell(family="transformers", flavor="debugmodel")
-    config = load(["--model.name=transformers", f"--training.seq_len={length}"])
+    config = load(["--model.name=transformers", f"--training.seq_len={length}", *options])
     check_steps(config, model, family, ParallelDims(), cell.options("graph"))
 
 
@@ -348,6 +348,8 @@ def test_a_rotation_that_depends_on_the_length_is_that_of_short_documents(raw: d
         UserError, match=f"seq_len = {most + 1}: at most {most} for this model: beyond, the frequencies"
     ):
         check_length(model, most + 1)
+    with pytest.raises(UserError, match=f"validation.seq_len = {most + 1}: at most {most} for this model"):
+        check_length(model, most, "--validation.enable", f"--validation.seq_len={most + 1}")
 
 
 def test_capture_by_dynamo_is_refused() -> None:

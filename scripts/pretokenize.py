@@ -13,7 +13,10 @@ from pathlib import Path
 import numpy as np
 
 from torchtitan_graph.command import make_parser
+from torchtitan_graph.config.load import add_option
 from torchtitan_graph.data.corpus import ShuffledCorpus, document_key
+from torchtitan_graph.data.document import Document, Tokens
+from torchtitan_graph.data.forms import Reading
 from torchtitan_graph.data.open_corpus import open_corpus
 from torchtitan_graph.data.shards import write_shards
 from torchtitan_graph.data.sources import Source
@@ -22,8 +25,10 @@ from torchtitan_graph.data.tokenizer import Tokenizer, load_tokenizer
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import init_logging, logger
 
-Encoded = tuple[int, np.ndarray]  # a document's key and its token ids
+Encoded = tuple[int, np.ndarray | Tokens]  # a document's key and its token ids
 _SECONDS_BETWEEN_LINES = 10
+# The options of [training] by which rows are read as documents.
+READ_BY = ("format", "columns", "loss_on", "unclear_turns", "chat_template", "chat_date", "skip_not_utf8")
 
 
 class Encode:
@@ -33,9 +38,20 @@ class Encode:
         self.source, self.tokenizer = source, tokenizer
 
     def __call__(self, index: int) -> Encoded:
-        text = self.source[index]
-        assert isinstance(text, str), "shards are refused when they are opened"
-        return document_key(self.source.identity(index)), np.array(self.tokenizer.encode(text), np.uint32)
+        return document_key(self.source.identity(index)), _ids(self.source[index], self.tokenizer)
+
+
+def _identity(document: Document) -> str:
+    """Return what decides the split of a stream's document: all of them are in one anyway."""
+    return document if isinstance(document, str) else str(document)
+
+
+def _ids(document: Document, tokenizer: Tokenizer) -> np.ndarray | Tokens:
+    if isinstance(document, str):
+        return np.array(tokenizer.encode(document), np.uint32)
+    if isinstance(document, Tokens):
+        return document
+    raise UserError("the corpus is token ids already; name the one that they were made from")
 
 
 _encode: Encode  # of a worker process
@@ -66,14 +82,8 @@ def pretokenize(options: argparse.Namespace) -> None:
     Raises UserError for an invalid corpus, tokenizer or folder.
     """
     tokenizer = load_tokenizer(options.hf_assets_path, options.special_tokens)
-    corpus = open_corpus(
-        options.dataset,
-        options.dataset_path,
-        options.split,
-        0,
-        options.text_column,
-        skip_not_utf8=options.skip_not_utf8,
-    )
+    reading = Reading(tokenizer, **{name: getattr(options, name) for name in READ_BY})
+    corpus = open_corpus(options.dataset, options.dataset_path, options.split, 0, reading)
     if not options.special_tokens:
         warn_of_special_tokens(corpus, tokenizer, options.dataset_path or options.dataset)
     limit = options.num_documents
@@ -88,8 +98,8 @@ def pretokenize(options: argparse.Namespace) -> None:
         splits = ["train", "validation"] if corpus.split != "all" else [options.split]
     else:  # a stream, which has only the split's documents
         stream, total, splits = corpus, limit, [options.split]
-        texts = (text for lane in range(stream.num_lanes) for _, text in stream.documents(lane, 0, 0))
-        encoded = ((document_key(str(text)), np.array(tokenizer.encode(str(text)), np.uint32)) for text in texts)
+        found = (document for lane in range(stream.num_lanes) for _, document in stream.documents(lane, 0, 0))
+        encoded = ((document_key(_identity(document)), _ids(document, tokenizer)) for document in found)
         documents = lambda start: itertools.islice(encoded, start, limit)  # noqa: E731
         digest = corpus.digest + (f", the first {limit}" if limit else "")
     if options.special_tokens:
@@ -102,6 +112,7 @@ def pretokenize(options: argparse.Namespace) -> None:
         source_digest=digest,
         splits=splits,
         tokenizer=tokenizer,
+        is_whole=corpus.is_whole(0),
         tokens_per_shard=options.tokens_per_shard,
     )
     for number, (num_documents, num_tokens) in enumerate(writing):
@@ -122,7 +133,8 @@ def main() -> None:
     parser.add_argument("--dataset", default="stdlib", help="corpus, as training.dataset")
     parser.add_argument("--dataset_path", help="as training.dataset_path")
     parser.add_argument("--split", default="train", choices=("train", "validation"), help="where it has its own splits")
-    parser.add_argument("--text_column", default="text", help="column or key of the text")
+    for name in READ_BY[:-1]:
+        add_option(parser, f"training.{name}")
     parser.add_argument("--hf_assets_path", help="tokenizer, as model.hf_assets_path; not set: bytes are the tokens")
     parser.add_argument("--skip_not_utf8", action="store_true", help="as training.skip_not_utf8")
     parser.add_argument(

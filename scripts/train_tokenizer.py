@@ -8,7 +8,9 @@ from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from torchtitan_graph.config.load import add_option
 from torchtitan_graph.data.corpus import Corpus
+from torchtitan_graph.data.forms import Reading
 from torchtitan_graph.data.open_corpus import open_corpus
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import init_logging, logger
@@ -44,7 +46,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dataset", default="stdlib", help="corpus, as training.dataset; its training split is used")
     parser.add_argument("--dataset_path", help="as training.dataset_path")
-    parser.add_argument("--text_column", default="text", help="column or key of the text")
+    add_option(parser, "training.columns")
     parser.add_argument("--skip_not_utf8", action="store_true", help="as training.skip_not_utf8")
     parser.add_argument("--num_documents", type=int, help="stop after so many documents; needed for the hub's corpora")
     parser.add_argument("--vocab_size", type=int, default=2048, help="tokens, with 256 bytes and 2 special ones")
@@ -64,8 +66,7 @@ def main() -> None:
             options.dataset_path,
             "train",
             seed=0,
-            text_column=options.text_column,
-            skip_not_utf8=options.skip_not_utf8,
+            reading=Reading(format="text", columns=options.columns, skip_not_utf8=options.skip_not_utf8),
         )
         _make(options.out)
         tokenizer = train_tokenizer(itertools.islice(_texts(corpus), options.num_documents), options.vocab_size)

@@ -29,6 +29,7 @@ from torchtitan_graph.checkpoint import (
 from torchtitan_graph.checkpoint.folder import CHECKPOINTS
 from torchtitan_graph.config import dump_toml, job
 from torchtitan_graph.data.feed import Feed
+from torchtitan_graph.data.forms import Reading
 from torchtitan_graph.data.loader import DataLoader, build_dataloader, merge_states
 from torchtitan_graph.data.open_corpus import validation_corpus
 from torchtitan_graph.errors import UserError
@@ -400,20 +401,21 @@ def _open_data(blueprint: Blueprint) -> tuple[DataLoader, DataLoader | None]:
     training, validation = blueprint.config.training, blueprint.config.validation
     corpus = dict(dataset=training.dataset, dataset_path=training.dataset_path, sources=training.sources)
     rows = rows_per_microbatch(blueprint.config)
-    train_data = _open_corpus(blueprint, training, corpus | {"split": "train"}, training.repeat, rows)
+    train_data = _open_corpus(blueprint, training, corpus | {"split": "train"}, training.epochs, rows)
     if not validation.enable:
         return train_data, None
     corpus = validation_corpus(blueprint.config)
-    return train_data, _open_corpus(blueprint, validation, corpus, bool(corpus["sources"]), validation.local_batch_size)
+    epochs = 0 if corpus["sources"] else 1  # sources don't end together
+    return train_data, _open_corpus(blueprint, validation, corpus, epochs, validation.local_batch_size)
 
 
 def _open_corpus(
-    blueprint: Blueprint, table: job.Training | job.Validation, corpus: dict[str, Any], repeat: bool, rows: int
+    blueprint: Blueprint, table: job.Training | job.Validation, corpus: dict[str, Any], epochs: int, rows: int
 ) -> DataLoader:
     return build_dataloader(
         **corpus,
         tokenizer=blueprint.tokenizer,
-        skip_not_utf8=blueprint.config.training.skip_not_utf8,
+        reading=Reading.of(blueprint.config.training, blueprint.tokenizer),
         seq_len=table.seq_len,
         alone=blueprint.config.training.one_document_per_row,
         multiple=job.ROW_MULTIPLE if isinstance(table, job.Training) and table.dynamic_seq_len else None,
@@ -421,7 +423,8 @@ def _open_corpus(
         dp_rank=blueprint.assembly.layout.data_rank,
         dp_degree=blueprint.dims.data,
         seed=blueprint.seed,
-        repeat=repeat,
+        epochs=epochs,
+        too_long=blueprint.config.training.too_long,
         num_workers=table.dataloader.num_workers,
     )
 

@@ -107,7 +107,7 @@ def test_run_ends_where_the_data_ends(tmp_path: Path) -> None:
     for number in range(4):
         (corpus / f"{number}.txt").write_text(f"Document number {number}. " * 60)
     code, output = train(
-        *["--job.dump_folder", str(tmp_path / "run"), "--training.steps", "1000", "--training.no-repeat"],
+        *["--job.dump_folder", str(tmp_path / "run"), "--training.steps", "1000", "--training.epochs", "1"],
         *["--training.dataset_path", str(corpus), "--validation.enable", "--validation.dataset_path", str(corpus)],
         *["--validation.freq", "1000", "--checkpoint.interval", "1000"],
     )

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from torchtitan_graph.config import checkpoint, graph, quantize
+from torchtitan_graph.config.columns import find_wrong_column
 from torchtitan_graph.config.job import OPTIONS, JobConfig, Problem, get, is_set, lines, source_name, unused
 from torchtitan_graph.config.option import brief, did_you_mean
 from torchtitan_graph.config.resolve import one_line, problem_list
@@ -64,7 +65,7 @@ def check(config: JobConfig, world_size: int) -> list[str]:
         *_rows(config),
         *_tables(config, world_size),
     ]
-    problems += [*_sources(config), *graph.problems(config), *checkpoint.problems(config), *quantize.problems(config)]
+    problems += [*_sources(config), *_columns(config), *graph.problems(config), *checkpoint.problems(config), *quantize.problems(config)]
     if problems:
         raise UserError(problem_list(lines(config, problems)))
     notices = [*graph.notices(config), *quantize.notices(config), *checkpoint.notices(config), *_notices(config)]
@@ -280,8 +281,8 @@ def _sources(config: JobConfig) -> Iterator[Problem]:
     for alone in ("training.dataset", "training.dataset_path"):
         if is_set(config, alone):
             yield Problem(alone, "is not used with training.sources; make it an entry there")
-    if not config.training.repeat:
-        yield Problem("training.repeat", "each of training.sources repeats by itself; remove it")
+    if config.training.epochs:
+        yield Problem("training.epochs", "each of training.sources repeats by itself; remove it")
     if validation.enable and validation.steps == -1 and not (validation.dataset or validation.dataset_path):
         yield Problem(
             "validation.steps",
@@ -297,6 +298,16 @@ def _sources(config: JobConfig) -> Iterator[Problem]:
     names = [source_name(source) for source in sources]
     if repeated := sorted({name for name in names if names.count(name) > 1}):
         yield Problem(key, f"several entries are called {', '.join(repeated)}; give each a name of its own")
+
+
+def _columns(config: JobConfig) -> Iterator[Problem]:
+    """Yield the problems of the columns that rows are read by."""
+    training = config.training
+    if wrong := find_wrong_column(training.columns, training.format):
+        yield Problem("training.columns", wrong)
+    for number, source in enumerate(training.sources, 1):
+        if wrong := find_wrong_column(source.columns, source.format):
+            yield Problem("training.sources", f"entry {number}: columns: {wrong}")
 
 
 def _notices(config: JobConfig) -> Iterator[Problem]:

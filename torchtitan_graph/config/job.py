@@ -228,6 +228,10 @@ class DataSource:
 
     dataset: str | None = option(None, "As training.dataset.")
     dataset_path: str | None = option(None, "As training.dataset_path.")
+    format: str | None = option(
+        None, "As training.format.", choices=("text", "chat", "completion")
+    )
+    columns: dict[str, Any] = option({}, "As training.columns.")
     weight: float = option(1.0, "Its share of the rows, relative to the other weights.", minimum=0)
     name: str | None = option(None, "Its name in the metrics; not set: the last part of dataset_path, or dataset.")
 
@@ -247,7 +251,8 @@ class Training:
     dataset: str = option(
         "stdlib",
         "Name of the corpus: stdlib (the running Python's own sources, no download), c4 (from the Hugging Face hub),"
-        " another owner/name or owner/name:config of the hub, or any name together with dataset_path.",
+        " another owner/name or owner/name:config of the hub, a dotted name of a class of your own, or any name together"
+        " with dataset_path.",
     )
     dataset_path: str | None = option(
         None,
@@ -257,7 +262,49 @@ class Training:
     sources: list[DataSource] = option(
         [], "Corpora to mix by weight, instead of dataset and dataset_path; the weights may change when a run resumes."
     )
-    repeat: bool = option(True, "Repeat the corpus in another order when it ends; otherwise the run ends there.")
+    format: str | None = option(
+        None,
+        "What a row of JSON lines or a table is. text: a document; chat: messages, rendered by the tokenizer's chat"
+        " template; completion: a prompt and its completion. Not set: the columns tell.",
+        choices=("text", "chat", "completion"),
+    )
+    columns: dict[str, Any] = option(
+        {},
+        "Columns that are read, where they have other names: text; messages and tools; or prompt and completion, as in"
+        " {prompt = 'question', completion = 'answer'}.",
+    )
+    loss_on: str = option(
+        "assistant",
+        "Tokens of conversations and completions that are learned. assistant: what the assistant says, with the token"
+        " that ends its turn, or the completion; last_assistant: its last turn; all: every token.",
+        choices=("assistant", "last_assistant", "all"),
+    )
+    unclear_turns: str = option(
+        "refuse",
+        "What becomes of an assistant's turn that the chat template renders in another way when more follows, so that"
+        " its tokens can't be told. refuse: an error; skip: it is read, and not learned.",
+        choices=("refuse", "skip"),
+    )
+    too_long: str = option(
+        "cut",
+        "What becomes of a conversation or completion longer than seq_len. cut: its first seq_len tokens are kept; drop:"
+        " none are; refuse: an error.",
+        choices=("cut", "drop", "refuse"),
+    )
+    chat_template: str | None = option(
+        None, "File with a Jinja template for conversations; not set: the tokenizer's own."
+    )
+    chat_date: str | None = option(
+        None,
+        "The day that chat templates write, where they do, as 2026-01-31.",
+        pattern=r"\d{4}-(0[1-9]|1[0-2])-(0[1-9]|[12]\d|3[01])",
+        means="a day, such as 2026-01-31",
+    )
+    epochs: int = option(
+        0,
+        "Passes over the corpus, each in another order; the run ends after them, or after steps. 0: without end.",
+        minimum=0,
+    )
     skip_not_utf8: bool = option(
         False, "Leave out text that is not UTF-8, in validation too; otherwise it is an error."
     )

@@ -68,6 +68,19 @@ def read_beside(
     return parser.parse_known_args(words)
 
 
+def add_option(parser: argparse.ArgumentParser, key: str) -> None:
+    """Add a job's option to a tool's parser, under its name without the table."""
+    option = OPTIONS[key]
+
+    def parse(text: str) -> Any:
+        try:
+            return option.parse(text)
+        except UserError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    parser.add_argument(f"--{key.rpartition('.')[2]}", type=parse, default=option.default, help=f"as {key}")
+
+
 def read_arguments(argv: Sequence[str], result: Resolution) -> list[Setting]:
     """Return the settings in `--table.key value`, `--table.key=value`, `--table.flag` and `--table.no-flag`."""
     settings = []

@@ -97,6 +97,7 @@ UNSUPPORTED = {
     "training.loss_implementation": _ignore("auto", "the loss is one operator, on every device"),
     "training.mixed_precision_reduce": _refuse("float32", "gradients are reduced in float32; remove it"),
     **{f"{table}.dataloader.{name}": gone for table in ("training", "validation") for name, gone in _WORKERS.items()},
+    "training.repeat": _refuse(True, "set training.epochs = 1 in its place"),
     "training.gc_debug": _ignore(False, "collections are not examined"),
     "parallelism.enable_compiled_autograd": _gone("backward is part of the graph"),
     "parallelism.pipeline_parallel_split_points": _gone("use module_fqns_per_model_part"),
@@ -245,8 +246,8 @@ RENAMED = {
 NAMES_ELSEWHERE = {
     name: option
     for option, names in {
-        "training.steps": "max_iters max_steps num_iterations train_iters epochs num_epochs max_epochs"
-        " num_train_epochs",
+        "training.steps": "max_iters max_steps num_iterations train_iters",
+        "training.epochs": "num_epochs max_epochs num_train_epochs",
         "optimizer.lr": "learning_rate peak_lr max_lr",
         "optimizer.beta1": "adam_beta1",
         "optimizer.beta2": "adam_beta2",

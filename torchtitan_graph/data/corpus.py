@@ -4,7 +4,8 @@ import hashlib
 from collections.abc import Iterator
 from typing import Protocol
 
-from torchtitan_graph.data.sources import Document, Source
+from torchtitan_graph.data.document import Document
+from torchtitan_graph.data.sources import Source
 from torchtitan_graph.errors import UserError
 
 # Note [Lanes]
@@ -24,11 +25,14 @@ class Corpus(Protocol):
     """Documents of one split in the order of training.
 
     `documents` yields a lane's documents in an epoch as (index, document), from `start` on; indices ascend, with gaps,
-    and are the same whenever lane and epoch are. An instance can be pickled.
+    and are the same whenever lane and epoch are. Those of a lane that `is_whole` are `Tokens`, and packed whole. An
+    instance can be pickled.
     """
 
     num_lanes: int
     digest: str
+
+    def is_whole(self, lane: int) -> bool: ...
 
     def documents(self, lane: int, epoch: int, start: int) -> Iterator[tuple[int, Document]]: ...
 
@@ -52,6 +56,10 @@ class ShuffledCorpus:
             )
         self.num_lanes = num_lanes(len(source) * split_fraction(split) / _DOCUMENTS_PER_LANE)
         self.digest = f"{split} of {source.digest}"
+
+    def is_whole(self, lane: int) -> bool:
+        """Return whether the lane's documents are packed whole: those of all are, or of none."""
+        return self.source.is_whole
 
     def documents(self, lane: int, epoch: int, start: int) -> Iterator[tuple[int, Document]]:
         total = len(self.source)

@@ -32,7 +32,7 @@ def unigram_entropy(
         local_batch_size=1,
         dp_rank=0,
         dp_degree=1,
-        repeat=False,
+        epochs=1,
     )
     counts_V = torch.zeros(tokenizer.vocab_size, dtype=torch.int64)
     rows = empty_in_a_row = 0

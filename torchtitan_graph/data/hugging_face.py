@@ -1,12 +1,15 @@
 """Corpora of Hugging Face `datasets` (extra `hf`): Parquet files, saved datasets, and streams of the hub."""
 
 import importlib
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from torchtitan_graph.data.corpus import Corpus, ShuffledCorpus, in_split, num_lanes, option_of, shuffled
+from torchtitan_graph.data.document import Document
 from torchtitan_graph.data.files import DataFile
+from torchtitan_graph.data.forms import Form, Reading
 from torchtitan_graph.data.sources import Chain, Source, digest_files
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.patience import is_transient
@@ -18,20 +21,16 @@ _SHUFFLED_TOGETHER = 256  # documents of a stream; every lane that a process rea
 class Rows:
     """A document per row of a map-style dataset, which `datasets` memory-maps from Arrow files."""
 
-    def __init__(self, rows: Any, column: str, name: str, digest: str) -> None:
-        if column not in rows.column_names:
-            raise UserError(f"{name}: no column {column!r}; there is {sorted(rows.column_names)}.")
-        self._rows, self._column, self._name = rows.select_columns([column]), column, name
-        self.digest = digest + column
+    def __init__(self, rows: Any, reading: Reading, name: str, digest: str) -> None:
+        self._form: Form = reading.form(rows.column_names, name)
+        self._rows, self._name = rows.select_columns(self._form.columns), name
+        self.digest, self.is_whole = digest + self._form.digest, self._form.is_whole
 
     def __len__(self) -> int:
         return len(self._rows)
 
-    def __getitem__(self, index: int) -> str:
-        text = self._rows[index][self._column]
-        if not isinstance(text, str):
-            raise UserError(f"{self._name}, row {index + 1}: no text in the column {self._column!r}, but {text!r:.80}.")
-        return text
+    def __getitem__(self, index: int) -> Document:
+        return self._form.document(self._rows[index], f"{self._name}, row {index + 1}")
 
     def identity(self, index: int) -> str:
         return f"{Path(self._name).name}:{index}"
@@ -43,31 +42,39 @@ class StreamedCorpus:
     A lane is resumed by reading up to its position again.
     """
 
-    def __init__(self, stream: Any, column: str, name: str, split: str, seed: int) -> None:
-        self._stream, self._column, self._name = stream, column, name
+    def __init__(self, stream: Any, reading: Reading, name: str, split: str, seed: int) -> None:
+        first = next(iter(stream.iter(batch_size=1)), None)  # not `take`: a lane's stream is sharded after it
+        self._form: Form = reading.form(first or ["text"], name)
+        self._stream, self._name = stream, name
         self._split, self._seed = split, seed
         self.num_lanes = num_lanes(stream.num_shards)
-        self.digest = f"{split} of {name}, {stream.num_shards} shards, {column}"
+        self.digest = f"{split} of {name}, {stream.num_shards} shards, {self._form.digest}"
 
-    def documents(self, lane: int, epoch: int, start: int) -> Iterator[tuple[int, str]]:
+    def is_whole(self, lane: int) -> bool:
+        """Return whether documents are packed whole, in any lane."""
+        return self._form.is_whole
+
+    def documents(self, lane: int, epoch: int, start: int) -> Iterator[tuple[int, Document]]:
         first = start // _SHUFFLED_TOGETHER * _SHUFFLED_TOGETHER
         stream = self._stream.shard(self.num_lanes, lane).skip(first)
         # Not `for row in stream`: in a worker process that would yield another shard for each worker.
         for block in stream.iter(batch_size=_SHUFFLED_TOGETHER):
-            if self._column not in block:
-                raise UserError(f"{self._name}: no column {self._column!r}; there is {sorted(block)}.")
-            texts = block[self._column]
-            for place in range(max(0, start - first), len(texts)):
-                text = texts[shuffled(place, len(texts), (self._seed, epoch))]
-                if not isinstance(text, str):
-                    raise UserError(f"{self._name}: no text in the column {self._column!r}, but {text!r:.80}.")
-                # The place in the stream would identify documents too, but the text keeps copies in one split.
-                if in_split(self._split, text):
-                    yield first + place, text
-            first += len(texts)
+            rows = [dict(zip(block, row, strict=True)) for row in zip(*block.values(), strict=True)]
+            for place in range(max(0, start - first), len(rows)):
+                row = rows[shuffled(place, len(rows), (self._seed, epoch))]
+                # The place in the stream would identify documents too, but the content keeps copies in one split.
+                if in_split(self._split, self._identity(row)):
+                    yield first + place, self._form.document(row, self._name)
+            first += len(rows)
+
+    def _identity(self, row: dict[str, Any]) -> str:
+        content = [row.get(column) for column in self._form.columns]
+        if len(content) == 1 and isinstance(content[0], str):
+            return content[0]
+        return json.dumps(content, default=str)
 
 
-def open_parquet(file: Path, column: str) -> Source:
+def open_parquet(file: Path, reading: Reading) -> Source:
     """Open a Parquet file; `datasets` writes it to its cache as Arrow first, once, for reading in any order."""
     datasets = _import_datasets(str(file))
     DataFile(file)  # raises for no regular file
@@ -75,7 +82,7 @@ def open_parquet(file: Path, column: str) -> Source:
         rows = datasets.load_dataset("parquet", data_files=str(file), split="train")
     except (datasets.exceptions.DatasetGenerationError, ValueError) as error:  # pyarrow's are ValueErrors
         raise UserError(f"{file}: not a Parquet file that can be read: {error.__cause__ or error}") from error
-    return Rows(rows, column, str(file), digest_files(file.parent, [file]))
+    return Rows(rows, reading, str(file), digest_files(file.parent, [file]))
 
 
 def is_saved_dataset(path: Path) -> bool:
@@ -83,7 +90,7 @@ def is_saved_dataset(path: Path) -> bool:
     return (path / "dataset_dict.json").exists() or (path / "state.json").exists()
 
 
-def open_saved(path: Path, column: str, split: str, seed: int) -> Corpus:
+def open_saved(path: Path, reading: Reading, split: str, seed: int) -> Corpus:
     """Open a dataset written by `save_to_disk`. Its own splits (validation, or else test) are used."""
     datasets = _import_datasets(str(path))
     for name in ("dataset_dict.json", "state.json", "dataset_info.json"):
@@ -100,7 +107,7 @@ def open_saved(path: Path, column: str, split: str, seed: int) -> Corpus:
 
     def rows(part: str) -> Source:
         folder = path / part if isinstance(saved, dict) else path
-        return Rows(parts[part], column, str(folder), digest_files(folder, sorted(folder.glob("*.arrow"))))
+        return Rows(parts[part], reading, str(folder), digest_files(folder, sorted(folder.glob("*.arrow"))))
 
     held_out = next((name for name in ("validation", "test") if name in parts), None)
     if split == "all":
@@ -112,7 +119,7 @@ def open_saved(path: Path, column: str, split: str, seed: int) -> Corpus:
     return ShuffledCorpus(rows("train" if split == "train" else held_out), "all", seed)
 
 
-def open_hub(name: str, column: str, split: str, seed: int) -> Corpus:
+def open_hub(name: str, reading: Reading, split: str, seed: int) -> Corpus:
     """Stream a dataset of the hub, "owner/name" or "owner/name:config". Its own validation split is used."""
     datasets = _import_datasets(name)
     repository, _, config = name.partition(":")
@@ -126,7 +133,7 @@ def open_hub(name: str, column: str, split: str, seed: int) -> Corpus:
             f"{option_of(split)} = {name!r}: can't be streamed from the Hugging Face hub: {error}\n"
             f"Without a network, set {option_of(split)}_path to a local copy, or use the embedded corpus `stdlib`."
         ) from error
-    return StreamedCorpus(stream, column, f"{name}, {part}", "all" if own else split, seed)
+    return StreamedCorpus(stream, reading, f"{name}, {part}", "all" if own else split, seed)
 
 
 def _import_datasets(wanted_for: str) -> Any:

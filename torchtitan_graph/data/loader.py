@@ -14,9 +14,10 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchtitan_graph.config import job
 from torchtitan_graph.data.batch import IGNORE_INDEX, Batch
 from torchtitan_graph.data.corpus import Corpus
+from torchtitan_graph.data.forms import Reading
 from torchtitan_graph.data.mixture import Mixture, Origin
 from torchtitan_graph.data.open_corpus import open_corpus, open_mixture
-from torchtitan_graph.data.packing import Cursor, Lane
+from torchtitan_graph.data.packing import Counts, Cursor, Lane, Packing, open_lane
 from torchtitan_graph.data.special_tokens import warn_of_special_tokens
 from torchtitan_graph.data.tokenizer import Tokenizer
 from torchtitan_graph.errors import UserError
@@ -33,9 +34,10 @@ from torchtitan_graph.log import logger
 class DataLoader:
     """Iterate over this rank's microbatches: batch m has rows m*n*B + rank*B to m*n*B + (rank+1)*B - 1 for n ranks.
 
-    Never ends. Without repeat, a lane's rows after its end have no targets; the corpus has ended after `num_lanes`
-    consecutive rows of the global sequence without any. With `multiple`, rows have whole documents, and a batch is as
-    long as its longest row, rounded up to a multiple of that. With `alone`, a row has one document, or a part of it.
+    Never ends. After the last of its `epochs`, if they are not 0, a lane's rows have no targets; the corpus has ended
+    after `num_lanes` consecutive rows of the global sequence without any. With `multiple`, rows have whole documents,
+    and a batch is as long as its longest row, rounded up to a multiple of that. With `alone`, a row has one document,
+    or a part of it. `too_long` as in `Packing`.
     """
 
     def __init__(
@@ -48,20 +50,23 @@ class DataLoader:
         dp_rank: int,
         dp_degree: int,
         seed: int,
-        repeat: bool,
+        epochs: int = 0,
         num_workers: int = 0,
         multiple: int | None = None,
         alone: bool = False,
+        too_long: str = "cut",
     ) -> None:
         self._mixture = corpus if isinstance(corpus, Mixture) else Mixture({"": corpus}, [1.0])
-        whole = multiple is not None
-        lane = functools.partial(Lane, self._mixture, tokenizer, seq_len, repeat, whole=whole, alone=alone)
+        packing = Packing(seq_len, epochs, multiple is not None, alone, too_long)
+        lane = functools.partial(open_lane, self._mixture, tokenizer, packing)
         rows = _Rows(self._mixture, lane, multiple or seq_len, local_batch_size, dp_rank, dp_degree)
         self._rows = rows
         self.source_names = self._mixture.names
         self._targets = torch.zeros(len(self.source_names), dtype=torch.int64)
         length: int | str = seq_len if multiple is None else f"up to {seq_len}, of whole documents"
         length = f"{length}, one document a row" if alone else length
+        if any(map(self._mixture.is_whole, range(self._mixture.num_lanes))):
+            length = f"{length}, longer conversations: {too_long}"
         self._identity = {"corpus": corpus.digest, "tokenizer": tokenizer.digest, "seed": seed, "seq_len": length}
         self.num_lanes = corpus.num_lanes
         with warnings.catch_warnings():  # torchdata 0.11 calls a function that newer torch deprecates
@@ -74,8 +79,10 @@ class DataLoader:
                 persistent_workers=num_workers > 0,
                 pin_memory=torch.cuda.is_available(),
             )
-        self._iterator: Iterator[tuple[Batch, list[Cursor]] | UserError] | None = None
-        self._ahead: deque[tuple[Batch, list[Cursor]]] = deque()
+        self._iterator: Iterator[tuple[Batch, list[Cursor], Counts] | UserError] | None = None
+        self._ahead: deque[tuple[Batch, list[Cursor], Counts]] = deque()
+        self._counted = Counts()  # of all ranks when the position was loaded
+        self._counts = Counts()  # of this rank since
         self._batches = 0  # taken since the start, or since load_state_dict
         self._first_row, self._origin, self._cursors = rows.start()
 
@@ -83,7 +90,7 @@ class DataLoader:
         return self
 
     def __next__(self) -> Batch:
-        batch, cursors = self._ahead.popleft() if self._ahead else self._read()
+        batch, cursors, counts = self._ahead.popleft() if self._ahead else self._read()
         rows = self._rows.row_numbers(self._first_row, self._batches)
         places = [self._mixture.place(row, self._origin) for row in rows]
         for place, cursor in zip(places, cursors, strict=True):
@@ -92,21 +99,28 @@ class DataLoader:
             targets_B = (batch.labels_BL != IGNORE_INDEX).sum(1)
             self._targets.index_add_(0, torch.tensor([place.source for place in places]), targets_B)
         self._batches += 1
+        self._counts += counts
         return batch
 
     def read_ahead(self, num_batches: int) -> list[Batch]:
         """Return the next batches of `__next__`, without changing the position. See Note [Position]."""
         while len(self._ahead) < num_batches:
             self._ahead.append(self._read())
-        return [batch for batch, _ in self._ahead]
+        return [batch for batch, *_ in self._ahead]
 
-    def _read(self) -> tuple[Batch, list[Cursor]]:
+    def _read(self) -> tuple[Batch, list[Cursor], Counts]:
         if self._iterator is None:
             self._iterator = iter(self._loader)
         read = next(self._iterator)
         if isinstance(read, UserError):
             raise read
         return read
+
+    @property
+    def counts(self) -> Counts:
+        """The documents so far that did not become rows as they are: of all ranks when the position was loaded, of this
+        one since."""
+        return self._counted + self._counts
 
     def take_targets(self) -> torch.Tensor:
         """Return the number of targets of each source in this rank's batches since the last call; for mixtures only."""
@@ -118,6 +132,7 @@ class DataLoader:
         """Return this rank's part of the position after the batches taken; `merge_states` completes it."""
         taken = self._first_row + self._batches * self._rows.global_batch_size
         state = {**self._identity, "rows": taken, "lanes": [list(cursor) for cursor in self._cursors]}
+        state |= {"counted": list(self._counted), "counts": list(self._counts)}
         if len(self.source_names) > 1:
             since, given = self._origin
             state["mixture"] = {
@@ -153,13 +168,14 @@ class DataLoader:
             # Skipping to a row far ahead of its lane's cursor would never end.
             raise UserError(f"checkpoint: its data position says {state['rows']:,} rows, which its lanes did not give")
         self._rows.set_start(state["rows"], origin, state["lanes"])
+        self._counted = Counts(*state.get("counted", ()))
         self.rewind()
 
     def rewind(self) -> "DataLoader":
         """Return to the position that was loaded last, or to the beginning; the next batch is the first from there."""
         self._iterator = None
         self._ahead.clear()
-        self._batches = 0
+        self._batches, self._counts = 0, Counts()
         self._targets.zero_()
         self._first_row, self._origin, self._cursors = self._rows.start()
         return self
@@ -173,9 +189,14 @@ def _short(value: Any) -> str:
 def merge_states(states: list[dict[str, Any]]) -> dict[str, Any]:
     """Merge the parts of all data-parallel ranks into one position, equal for any number of ranks."""
     first = states[0]
-    assert all({**state, "lanes": first["lanes"]} == first for state in states), "ranks at different steps, or runs"
+    own = ("lanes", "counts")
+    same = all({**state, **{key: first[key] for key in own}} == first for state in states)
+    assert same, "ranks at different steps, or runs"
     lanes = [max(cursors) for cursors in zip(*(state["lanes"] for state in states), strict=True)]
-    return {**first, "lanes": lanes}
+    counted = functools.reduce(Counts.__add__, [Counts(*state["counts"]) for state in states], Counts(*first["counted"]))
+    merged = {**first, "lanes": lanes, "counted": list(counted)}
+    del merged["counts"]
+    return merged
 
 
 def build_dataloader(
@@ -185,23 +206,23 @@ def build_dataloader(
     split: str,
     tokenizer: Tokenizer,
     seed: int,
-    text_column: str = "text",
+    reading: Reading | None = None,
     sources: Sequence[job.DataSource] = (),
-    skip_not_utf8: bool = False,
     **loading: Any,
 ) -> DataLoader:
     """Return a loader of this rank's rows of a split of a corpus; `loading` are arguments of `DataLoader`.
 
     split: "train", "validation", or "all", for a corpus that is used for validation as a whole.
     sources: the parts of a mixture; if there are any, they replace `dataset` and `dataset_path`.
-    skip_not_utf8: leave out text that is not UTF-8.
+    reading: how rows of the corpus are read as documents; not given: as text, or as their columns tell.
 
     Raises UserError if the corpus can't be found or read.
     """
+    reading = Reading(tokenizer) if reading is None else reading
     if sources:
-        corpus: Corpus = open_mixture(sources, split, seed, tokenizer, skip_not_utf8)
+        corpus: Corpus = open_mixture(sources, split, seed, reading)
     else:
-        corpus = open_corpus(dataset, dataset_path, split, seed, text_column, tokenizer, skip_not_utf8)
+        corpus = open_corpus(dataset, dataset_path, split, seed, reading)
         if split != "validation":  # validation documents are like training's
             warn_of_special_tokens(corpus, tokenizer, dataset_path or dataset)
     return DataLoader(corpus, tokenizer, seed=seed, **loading)
@@ -241,19 +262,19 @@ class _Rows(IterableDataset):
         first = first_row + batch * self.global_batch_size + self._dp_rank * self._local_batch_size
         return range(first, first + self._local_batch_size)
 
-    def __iter__(self) -> Iterator[tuple[Batch, list[Cursor]] | UserError]:
+    def __iter__(self) -> Iterator[tuple[Batch, list[Cursor], Counts] | UserError]:
         try:
             yield from self._batches()
         except UserError as error:  # raised in a worker process, its message would be a traceback
             yield error
 
-    def _batches(self) -> Iterator[tuple[Batch, list[Cursor]]]:
+    def _batches(self) -> Iterator[tuple[Batch, list[Cursor], Counts]]:
         worker = get_worker_info()
         batch, stride = (worker.id, worker.num_workers) if worker else (0, 1)
         first_row, origin, cursors = self.start()  # once: it may be changed while workers still prefetch
         lanes: dict[int, Lane] = {}
         while True:
-            rows, behind, longest = [], [], 1
+            rows, behind, longest, counts = [], [], 1, Counts()
             for row in self.row_numbers(first_row, batch):
                 _, number, row_in_lane = self._mixture.place(row, origin)
                 if number not in lanes:
@@ -265,6 +286,7 @@ class _Rows(IterableDataset):
                 rows.append(torch.from_numpy(lane.next_row()))
                 behind.append(lane.cursor)
                 longest = max(longest, lane.filled)
+                counts += lane.counts
             length = -(-longest // self._multiple) * self._multiple
-            yield Batch(*torch.stack([row[:, :length] for row in rows], dim=1)), behind
+            yield Batch(*torch.stack([row[:, :length] for row in rows], dim=1)), behind, counts
             batch += stride

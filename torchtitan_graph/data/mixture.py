@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from torchtitan_graph.data.corpus import Corpus
-from torchtitan_graph.data.sources import Document
+from torchtitan_graph.data.document import Document
 
 # Note [Mixture]
 # A row's corpus depends on the weights and the row's number alone, so that every rank and worker knows it without
@@ -51,6 +51,11 @@ class Mixture:
             self._before.append(counts[source])
             counts[source] += 1
         self._per_period = counts
+
+    def is_whole(self, lane: int) -> bool:
+        """Return whether the documents of a lane, of its corpus, are packed whole."""
+        source = bisect.bisect_right(self._first_lanes, lane) - 1
+        return self._corpora[source].is_whole(lane - self._first_lanes[source])
 
     def documents(self, lane: int, epoch: int, start: int) -> Iterator[tuple[int, Document]]:
         """Yield the documents of a lane of its corpus, as any `Corpus` does."""

@@ -11,12 +11,13 @@ from typing import Any
 from torchtitan_graph.config import JobConfig, job
 from torchtitan_graph.config.job import source_name
 from torchtitan_graph.data.corpus import Corpus, ShuffledCorpus, option_of
+from torchtitan_graph.data.forms import Reading
 from torchtitan_graph.data.hugging_face import is_saved_dataset, open_hub, open_parquet, open_saved
 from torchtitan_graph.data.mixture import Mixture
+from torchtitan_graph.data.own import OwnSource, is_own
 from torchtitan_graph.data.shards import Shards, is_shards
 from torchtitan_graph.data.sources import Chain, JsonLines, Source, TextFiles, TextPieces
 from torchtitan_graph.data.special_tokens import warn_of_special_tokens
-from torchtitan_graph.data.tokenizer import Tokenizer
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
 from torchtitan_graph.patience import refuse_unreadable
@@ -62,19 +63,17 @@ def _place(path: str, option: str) -> Path:
             raise UserError(f"{option} = {path!r}: is not a place: {error}") from error
 
 
-def open_mixture(
-    sources: Sequence[job.DataSource], split: str, seed: int, tokenizer: Tokenizer | None, skip_not_utf8: bool = False
-) -> Mixture:
+def open_mixture(sources: Sequence[job.DataSource], split: str, seed: int, reading: Reading) -> Mixture:
     """Open a split of every entry of `training.sources`; raise UserError with the entry as `open_corpus` would."""
     corpora: dict[str, Corpus] = {}
     for number, source in enumerate(sources, 1):
         dataset, path = source.dataset or "", source.dataset_path
         try:
-            corpus = open_corpus(dataset, path, split, seed, tokenizer=tokenizer, skip_not_utf8=skip_not_utf8)
+            corpus = open_corpus(dataset, path, split, seed, reading.of_source(source))
         except UserError as error:
             raise UserError(f"training.sources, entry {number}: {error}") from error
-        if tokenizer and split != "validation":  # validation documents are like training's
-            warn_of_special_tokens(corpus, tokenizer, f"training.sources, entry {number}")
+        if reading.tokenizer and split != "validation":  # validation documents are like training's
+            warn_of_special_tokens(corpus, reading.tokenizer, f"training.sources, entry {number}")
         corpora[source_name(source)] = corpus
     mixture = Mixture(corpora, [source.weight for source in sources])
     for name, weight, source in zip(mixture.names, mixture.weights, sources, strict=True):
@@ -84,19 +83,12 @@ def open_mixture(
 
 
 def open_corpus(
-    dataset: str,
-    dataset_path: str | None,
-    split: str,
-    seed: int,
-    text_column: str = "text",
-    tokenizer: Tokenizer | None = None,
-    skip_not_utf8: bool = False,
+    dataset: str, dataset_path: str | None, split: str, seed: int, reading: Reading = Reading()
 ) -> Corpus:
     """Open a split of the corpus at `dataset_path`, or else of the one named `dataset`.
 
     split: "train" and "validation" have no document in common; "all" is the whole corpus.
-    tokenizer: the tokenizer of the documents; shards of token ids are refused if it is another, or None.
-    skip_not_utf8: leave out text that is not UTF-8, with a warning; else it is an error.
+    reading: how its rows are read as documents.
 
     Raises UserError if there is no such corpus, it can't be read, or the split has no documents.
     """
@@ -113,20 +105,22 @@ def open_corpus(
                     f"{option}_path = {dataset_path!r}: is not a regular file, but a FIFO, a socket or a device"
                 )
             if is_saved_dataset(path):
-                return open_saved(path, text_column, split, seed)
+                return open_saved(path, reading, split, seed)
             if is_shards(path):
-                return _open_shards(path, split, seed, tokenizer)
-            source = _open_path(path, text_column, skip_not_utf8)
+                return _open_shards(path, split, seed, reading)
+            source = _open_path(path, reading)
             if not len(source):
                 raise UserError(f"{option}_path = {dataset_path!r}: holds no documents: it is empty. Name another")
             return ShuffledCorpus(source, split, seed)
+    if is_own(dataset):
+        return ShuffledCorpus(OwnSource(option, dataset, reading), split, seed)
     if dataset in ("stdlib", "c4_test"):
         if dataset == "c4_test":
             logger.info("%s = 'c4_test': the embedded corpus `stdlib` takes its place", option)
         return ShuffledCorpus(_open_stdlib(), split, seed)
     _check_name(dataset, split)
     name = "allenai/c4:en" if dataset in ("c4", "c4_validation") else dataset
-    return open_hub(name, text_column, split, seed)
+    return open_hub(name, reading, split, seed)
 
 
 def check_names(config: JobConfig) -> None:
@@ -148,18 +142,18 @@ def _check_name(dataset: str, split: str) -> None:
     option = option_of(split)
     if dataset == "c4_validation" and split == "train":
         raise UserError(f"{option} = 'c4_validation': these documents are for validation. Train on 'c4'.")
-    if dataset in _NAMES or "/" in dataset:
+    if dataset in _NAMES or "/" in dataset or is_own(dataset):
         return
     nearest = difflib.get_close_matches(dataset, _NAMES, n=1)
     raise UserError(
         f"{option} = {dataset!r} is not a corpus{f'; did you mean {nearest[0]!r}?' if nearest else '.'} Legal are"
-        f" {', '.join(_NAMES)}, a dataset of the Hugging Face hub as 'owner/name' or 'owner/name:config', and any name"
-        f" together with {option}_path."
+        f" {', '.join(_NAMES)}, a dataset of the Hugging Face hub as 'owner/name' or 'owner/name:config', a class of your"
+        f" own as 'my_package.MyData', and any name together with {option}_path."
     )
 
 
-def _open_shards(path: Path, split: str, seed: int, tokenizer: Tokenizer | None) -> Corpus:
-    shards = Shards(path, tokenizer)
+def _open_shards(path: Path, split: str, seed: int, reading: Reading) -> Corpus:
+    shards = Shards(path, reading.tokenizer)
     if split == "all" or split in shards.splits:
         return ShuffledCorpus(shards, split if len(shards.splits) > 1 else "all", seed)
     raise UserError(
@@ -185,18 +179,18 @@ def _open_stdlib() -> Source:
     return TextFiles(root, readable)
 
 
-def _open_path(path: Path, column: str, skip_not_utf8: bool) -> Source:
+def _open_path(path: Path, reading: Reading) -> Source:
     """Open one text, JSON lines or Parquet file, or all of these in a folder, at any depth, by name."""
     if path.is_dir():
-        return _open_folder(path, column, skip_not_utf8)
+        return _open_folder(path, reading)
     if path.name.endswith((*JSON_SUFFIXES, ".json")):
-        return JsonLines(path, column, skip_not_utf8)
+        return JsonLines(path, reading)
     if path.suffix == ".parquet":
-        return open_parquet(path, column)
-    return TextPieces(path, skip_not_utf8)
+        return open_parquet(path, reading)
+    return TextPieces(path, reading.skip_not_utf8)
 
 
-def _open_folder(root: Path, column: str, skip_not_utf8: bool) -> Source:
+def _open_folder(root: Path, reading: Reading) -> Source:
     files = []
     for folder, folders, names in os.walk(root, onerror=_raise):
         folders[:] = [name for name in folders if not name.startswith((".", "__pycache__"))]
@@ -204,8 +198,8 @@ def _open_folder(root: Path, column: str, skip_not_utf8: bool) -> Source:
     files.sort()
     texts = [file for file in files if file.suffix.lower() in TEXT_SUFFIXES and file.stat().st_size]
     tables = [file for file in files if file.name.endswith((*JSON_SUFFIXES, ".parquet"))]
-    sources: list[Source] = [TextFiles(root, texts, skip_not_utf8)] if texts else []
-    sources += [_open_path(file, column, skip_not_utf8) for file in tables]
+    sources: list[Source] = [TextFiles(root, texts, reading.skip_not_utf8)] if texts else []
+    sources += [_open_path(file, reading) for file in tables]
     if not sources:
         none = f"none of the {len(files)} files in it can be read as documents" if files else "the folder is empty"
         raise UserError(

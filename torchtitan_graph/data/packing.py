@@ -1,5 +1,6 @@
-"""Packing of one lane: its documents, token by token, split into rows."""
+"""Packing of one lane: its documents into rows, token by token, or whole ones by their lengths."""
 
+import bisect
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -7,17 +8,21 @@ import numpy as np
 
 from torchtitan_graph.data.batch import IGNORE_INDEX
 from torchtitan_graph.data.corpus import Corpus
-from torchtitan_graph.data.sources import Document
+from torchtitan_graph.data.document import Document, Tokens
 from torchtitan_graph.data.tokenizer import Tokenizer
 from torchtitan_graph.errors import UserError
 
 # By chance a lane of a small split may have no document in an epoch; but not so often in a row.
 _EMPTY_EPOCHS = 16
+WINDOW_ROWS = 32  # whose tokens are read at a time, to fill rows with whole documents
 
 
 class Cursor(NamedTuple):
-    """Position in a lane: number of rows returned so far; epoch, index and number of used tokens of the current
-    document."""
+    """Position in a lane: number of rows returned so far; epoch and index of a document, and how much of it is used.
+
+    That is the current document, and the number of its tokens; where rows have whole documents by length, the first of
+    the window, and the number of the window's rows.
+    """
 
     row: int = 0
     epoch: int = 0
@@ -25,71 +30,97 @@ class Cursor(NamedTuple):
     offset: int = 0
 
 
-class Lane:
-    """Rows of `seq_len` tokens from one lane of a corpus, starting at a cursor.
+class Packing(NamedTuple):
+    """How the rows of a run are filled.
 
-    A document is [bos] + ids + [eos], and left out if it has no ids. A row has the next `seq_len` tokens, wherever
-    documents begin or end, so every token is an input once. If documents stay `whole`, a row ends where the next one
-    does not fit; only one that is longer than a row is split. With `alone` a row ends with its document. With `repeat`
-    the lane continues with its next epoch; otherwise its last row is padded, and endless rows of padding follow.
+    seq_len    tokens of a row
+    epochs     passes over the corpus; afterwards the last row is padded, and endless rows of padding follow; 0: without
+               end
+    whole      a row ends where the next document does not fit; only one that is longer than a row is split
+    alone      a row ends with its document
+    too_long   what becomes of a conversation that is longer than a row: "cut" after a row's tokens, "drop", "refuse"
     """
 
-    def __init__(
-        self,
-        corpus: Corpus,
-        tokenizer: Tokenizer,
-        seq_len: int,
-        repeat: bool,
-        number: int,
-        cursor: Cursor,
-        whole: bool = False,
-        alone: bool = False,
-    ) -> None:
-        self._corpus, self._tokenizer, self._seq_len, self._repeat = corpus, tokenizer, seq_len, repeat
-        self._number, self._whole, self._alone = number, whole, alone
+    seq_len: int
+    epochs: int = 0
+    whole: bool = False
+    alone: bool = False
+    too_long: str = "cut"
+
+
+class Counts(NamedTuple):
+    """Documents that did not become rows as they are: cut at a row's length, dropped for it, or without a target."""
+
+    cut: int = 0
+    dropped: int = 0
+    without_target: int = 0
+
+    def __add__(self, other: tuple[int, ...]) -> "Counts":  # type: ignore[override]
+        return Counts(*(a + b for a, b in zip(self, other, strict=True)))
+
+
+def open_lane(corpus: Corpus, tokenizer: Tokenizer, packing: Packing, number: int, cursor: Cursor) -> "Lane":
+    """Return a lane's rows from a cursor on."""
+    kind = WholeLane if corpus.is_whole(number) else Lane
+    return kind(corpus, tokenizer, packing, number, cursor)
+
+
+class Lane:
+    """Rows from one lane of a corpus, starting at a cursor.
+
+    A document is [bos] + ids + [eos], and left out if it has no ids. A row has the next `seq_len` tokens, wherever
+    documents begin or end, so every token is an input once.
+    """
+
+    def __init__(self, corpus: Corpus, tokenizer: Tokenizer, packing: Packing, number: int, cursor: Cursor) -> None:
+        self._corpus, self._tokenizer, self._packing, self._number = corpus, tokenizer, packing, number
         self.cursor = cursor
         self.filled = self._num_empty = 0
+        self.counts = Counts()  # of the documents read for the row returned last
         self._tokens = np.empty(0, np.int64)  # of the current document
         self._documents: Iterator[tuple[int, Document]] | None = None
 
     def next_row(self) -> np.ndarray:
         """Return the next row: tokens, labels, positions and documents, as (4, L); `filled` is its length without
         padding."""
-        row = np.empty((4, self._seq_len), np.int64)
-        tokens_L, labels_L, positions_L, documents_L = row
-        place = 0
-        for number, (piece, target) in enumerate(self._next_pieces()):
-            end = place + len(piece)
-            tokens_L[place:end] = piece
-            labels_L[place : end - 1] = piece[1:]
-            labels_L[end - 1] = target
-            positions_L[place:end] = np.arange(len(piece))
-            documents_L[place:end] = number
-            place = end
-        if place < self._seq_len:
-            tokens_L[place:] = self._tokenizer.eos_id
-            labels_L[place:] = IGNORE_INDEX
-            positions_L[place:] = np.arange(self._seq_len - place)
-            documents_L[place:] = documents_L[place - 1] + 1 if place else 0
-        self.filled = place
-        return row
+        return self._row(self._next_pieces())
 
     def skip_row(self) -> None:
         """Skip the next row: it belongs to another rank or worker."""
         self._next_pieces()
 
-    def _next_pieces(self) -> list[tuple[np.ndarray, int]]:
-        """Return a row's tokens: the part of each document, and the target of the part's last token."""
-        pieces: list[tuple[np.ndarray, int]] = []
-        wanted = self._seq_len
+    def _row(self, pieces: list[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
+        """Return a row of documents' parts: the tokens of each, and their labels."""
+        seq_len = self._packing.seq_len
+        row = np.empty((4, seq_len), np.int64)
+        tokens_L, labels_L, positions_L, documents_L = row
+        place = 0
+        for number, (tokens, labels) in enumerate(pieces):
+            end = place + len(tokens)
+            tokens_L[place:end], labels_L[place:end] = tokens, labels
+            positions_L[place:end] = np.arange(len(tokens))
+            documents_L[place:end] = number
+            place = end
+        if place < seq_len:
+            tokens_L[place:] = self._tokenizer.eos_id
+            labels_L[place:] = IGNORE_INDEX
+            positions_L[place:] = np.arange(seq_len - place)
+            documents_L[place:] = documents_L[place - 1] + 1 if place else 0
+        self.filled = place
+        return row
+
+    def _next_pieces(self) -> list[tuple[np.ndarray, np.ndarray]]:
+        pieces: list[tuple[np.ndarray, np.ndarray]] = []
+        wanted, whole = self._packing.seq_len, self._packing.whole
         while wanted and self._document_under_way():
             offset = self.cursor.offset
-            if pieces and (self._alone or self._whole and len(self._tokens) - offset > wanted):
+            if pieces and (self._packing.alone or whole and len(self._tokens) - offset > wanted):
                 break
             piece = self._tokens[offset : offset + wanted]
+            following = self._tokens[offset + 1 : offset + wanted + 1]
             offset += len(piece)
-            target = int(self._tokens[offset]) if offset < len(self._tokens) else IGNORE_INDEX
-            pieces.append((piece, target))
+            labels = following if len(following) == len(piece) else np.append(following, IGNORE_INDEX)
+            pieces.append((piece, labels))
             wanted -= len(piece)
             self.cursor = self.cursor._replace(offset=offset)
         self.cursor = self.cursor._replace(row=self.cursor.row + 1)
@@ -108,19 +139,11 @@ class Lane:
     def _read_document(self, offset: int) -> bool:
         """Advance to the next document with tokens, at `offset` if it is the cursor's; return whether there is one."""
         item = self._next_with_tokens()
-        for _ in range(_EMPTY_EPOCHS if self._repeat and item is None else 0):
-            self.cursor = Cursor(self.cursor.row, self.cursor.epoch + 1)
-            self._documents = self._corpus.documents(self._number, self.cursor.epoch, 0)
-            if item := self._next_with_tokens():
+        for _ in range(_EMPTY_EPOCHS if item is None else 0):
+            if not self._begin_epoch() or (item := self._next_with_tokens()):
                 break
         if item is None:
-            if self._repeat:
-                empty = f"The {self._num_empty:,} that were read are empty"
-                why = empty if self._num_empty else "It has too few documents"
-                raise UserError(
-                    f"training.dataset: lane {self._number} of {self._corpus.num_lanes} got no document with text in"
-                    f" {_EMPTY_EPOCHS} epochs. {why}: take a corpus with more text"
-                )
+            self._refuse_empty()
             return False
         index, ids = item
         bos = [] if self._tokenizer.bos_id is None else [self._tokenizer.bos_id]
@@ -128,12 +151,134 @@ class Lane:
         self.cursor = self.cursor._replace(document=index, offset=offset if index == self.cursor.document else 0)
         return True
 
+    def _begin_epoch(self) -> bool:
+        """Begin the lane's next epoch; return whether there is one."""
+        if 0 < self._packing.epochs <= self.cursor.epoch + 1:
+            return False
+        self.cursor = Cursor(self.cursor.row, self.cursor.epoch + 1)
+        self._documents = self._corpus.documents(self._number, self.cursor.epoch, 0)
+        return True
+
+    def _refuse_empty(self) -> None:
+        """Raise if the corpus, which repeats without end, has nothing to repeat."""
+        if self._packing.epochs == 0:
+            empty = f"The {self._num_empty:,} that were read are empty, or have no target that fits into a row"
+            why = empty if self._num_empty else "It has too few documents"
+            raise UserError(
+                f"training.dataset: lane {self._number} of {self._corpus.num_lanes} got no document with text in"
+                f" {_EMPTY_EPOCHS} epochs. {why}: take a corpus with more text"
+            )
+
     def _next_with_tokens(self) -> tuple[int, list[int] | np.ndarray] | None:
         """Return the number and the ids of the epoch's next document that has any."""
         assert self._documents is not None
         for index, document in self._documents:
+            assert not isinstance(document, Tokens), "those are packed whole"
             ids = self._tokenizer.encode(document) if isinstance(document, str) else document
             if len(ids):
                 return index, ids
             self._num_empty += 1
         return None
+
+
+class WholeLane(Lane):
+    """Rows of whole documents from one lane of a corpus, starting at a cursor.
+
+    Documents of WINDOW_ROWS rows' tokens, a window, are read at a time, the longest first put into the fullest row that
+    has room for it (best fit, decreasing). A window ends with its epoch. Rows are in the order of their first document.
+    """
+
+    _window: list[list[Tokens]]  # the documents of its rows
+
+    def __init__(self, corpus: Corpus, tokenizer: Tokenizer, packing: Packing, number: int, cursor: Cursor) -> None:
+        super().__init__(corpus, tokenizer, packing, number, cursor)
+        self._window, self._next_document = [], cursor.document
+        self._uncounted = Counts()
+        self._is_open = False
+
+    def _next_pieces(self) -> list[tuple[np.ndarray, np.ndarray]]:
+        if not self._is_open:  # the first row, perhaps of a resumed lane: the cursor is in the middle of a window
+            self._documents = self._corpus.documents(self._number, self.cursor.epoch, self.cursor.document)
+            self._is_open, offset = True, self.cursor.offset
+            self._read_window()
+            if offset:  # they were counted with the window's first row
+                self._uncounted = Counts()
+        for _ in range(_EMPTY_EPOCHS):
+            if self.cursor.offset < len(self._window):
+                break
+            self.cursor = self.cursor._replace(document=self._next_document, offset=0)
+            if not self._read_window() and not self._begin_epoch():
+                break
+        self.counts, self._uncounted = self._uncounted, Counts()
+        if self.cursor.offset >= len(self._window):
+            self._refuse_empty()
+            self.cursor = self.cursor._replace(row=self.cursor.row + 1)
+            return []
+        row, offset = self.cursor.row, self.cursor.offset
+        self.cursor = self.cursor._replace(row=row + 1, offset=offset + 1)
+        return [(ids, _labels(ids, is_target)) for ids, is_target in self._window[offset]]
+
+    def _begin_epoch(self) -> bool:
+        begins = super()._begin_epoch()
+        if begins:
+            self._next_document = 0
+            self._read_window()
+        return begins
+
+    def _read_window(self) -> bool:
+        """Read the documents of the next rows, from the epoch's next one on; return whether there are any."""
+        documents: list[Tokens] = []
+        num_tokens, seq_len = 0, self._packing.seq_len
+        assert self._documents is not None
+        while num_tokens < WINDOW_ROWS * seq_len and (item := next(self._documents, None)) is not None:
+            index, document = item
+            self._next_document = index + 1
+            assert isinstance(document, Tokens), "a corpus of whole documents"
+            kept, counts = self._fitted(document)
+            self._uncounted += counts
+            if kept is None:
+                self._num_empty += 1
+            else:
+                documents.append(kept)
+                num_tokens += len(kept.ids)
+        sizes = [len(document.ids) for document in documents]
+        rows = [[i] for i in range(len(sizes))] if self._packing.alone else best_fit(sizes, seq_len)
+        self._window = [[documents[i] for i in row] for row in rows]
+        return bool(documents)
+
+    def _fitted(self, document: Tokens) -> tuple[Tokens | None, Counts]:
+        """Return a document as it fits into a row, None if it is dropped."""
+        (ids, is_target), seq_len = document, self._packing.seq_len
+        is_long = len(ids) > seq_len
+        if is_long and self._packing.too_long == "refuse":
+            raise UserError(
+                f"a conversation has {len(ids):,} tokens, more than training.seq_len = {seq_len}: raise that, or choose"
+                " training.too_long = 'cut' or 'drop'"
+            )
+        if is_long and self._packing.too_long == "drop":
+            return None, Counts(dropped=1)
+        if not is_target[1:seq_len].any():
+            return None, Counts(without_target=1)
+        return Tokens(ids[:seq_len], is_target[:seq_len]), Counts(cut=int(is_long))
+
+
+def _labels(ids: np.ndarray, is_target: np.ndarray) -> np.ndarray:
+    return np.append(np.where(is_target[1:], ids[1:], IGNORE_INDEX), IGNORE_INDEX)
+
+
+def best_fit(sizes: list[int], room: int) -> list[list[int]]:
+    """Distribute items over bins of a size: the largest first, each into the fullest bin that has room for it.
+
+    Returns the numbers of the items in each bin, ascending, the bins in the order of their first item. No size is
+    larger than `room`.
+    """
+    bins: list[list[int]] = []
+    left: list[tuple[int, int]] = []  # the room that each bin has left, and its number, ascending
+    for item in sorted(range(len(sizes)), key=lambda item: (-sizes[item], item)):
+        place = bisect.bisect_left(left, (sizes[item], -1))
+        room_left, number = left.pop(place) if place < len(left) else (room, len(bins))
+        if number == len(bins):
+            bins.append([])
+        bins[number].append(item)
+        bisect.insort(left, (room_left - sizes[item], number))
+    return sorted(sorted(items) for items in bins)

@@ -2,7 +2,8 @@
 
 A folder holds `shards.json` and, for each shard of consecutive documents, three arrays of NumPy's format (nothing is
 pickled): `tokens-N.npy`, all token ids; `ends-N.npy`, where each document ends in it; `keys-N.npy`, a hash of each
-document's identity, which decides between training and validation. With them the rows of a run are bitwise those of the
+document's identity, which decides between training and validation. Conversations, whose documents are whole, have a
+fourth: `targets-N.npy`, 1 for each token that is learned. With them the rows of a run are bitwise those of the
 text itself, so a run may switch from the text to its shards, or back, when it is resumed.
 
 Note [Shards in the making]: they are written into `FOLDER.part`, each array under another name first, its keys last: a
@@ -21,6 +22,7 @@ from typing import Any, Literal, TypedDict
 
 import numpy as np
 
+from torchtitan_graph.data.document import Tokens
 from torchtitan_graph.data.files import DataFile, open_data
 from torchtitan_graph.data.sources import digest_files
 from torchtitan_graph.data.tokenizer import Tokenizer
@@ -29,8 +31,8 @@ from torchtitan_graph.patience import refuse_unreadable
 from torchtitan_graph.small_files import read_json, read_small
 
 INDEX = "shards.json"
-FORMAT = "token shards 1"
-_ARRAYS = ("tokens", "ends", "keys")
+FORMATS = {False: "token shards 1", True: "token shards with targets 1"}  # by whether documents are `Tokens`
+_ARRAYS = ("tokens", "ends", "keys", "targets")  # the last in the second format only
 
 
 def is_shards(path: Path) -> bool:
@@ -60,8 +62,11 @@ class Shards:
         with refuse_unreadable(str(folder / INDEX)):
             index = read_json(folder / INDEX, Index)
         self.digest, self.splits, num_shards = index["source"], list(index["splits"]), index["shards"]
-        if index["format"] != FORMAT:
-            raise UserError(f"{folder / INDEX}: is not of the format {FORMAT!r}; run scripts/pretokenize.py again")
+        if index["format"] not in FORMATS.values():
+            known = " or ".join(map(repr, FORMATS.values()))
+            raise UserError(f"{folder / INDEX}: is not of the format {known}; run scripts/pretokenize.py again")
+        self.is_whole = index["format"] == FORMATS[True]
+        names = _names(self.is_whole)
         if num_shards < 1 or not self.splits:
             raise UserError(f"{folder / INDEX}: names no shard or no split; run scripts/pretokenize.py again")
         if tokenizer is None:
@@ -71,19 +76,21 @@ class Shards:
                 f"{folder}: its token ids are of another tokenizer than model.hf_assets_path names (theirs"
                 f" {index['tokenizer']!r}, here {tokenizer.digest!r}). Name theirs, or run scripts/pretokenize.py again"
             )
-        if _files_digest(folder, num_shards) != index["files"]:
+        if _files_digest(folder, num_shards, names) != index["files"]:
             raise UserError(f"{folder}: its files are not those that {INDEX} was written for; make it again")
         self._vocab_size = tokenizer.vocab_size
-        self._files = [[DataFile(_path(folder, name, shard)) for name in _ARRAYS] for shard in range(num_shards)]
+        self._files = [[DataFile(_path(folder, name, shard)) for name in names] for shard in range(num_shards)]
         self._open()
-        for number, (tokens, ends, keys) in enumerate(self._arrays):
+        for number, (tokens, ends, keys, *targets) in enumerate(self._arrays):
             whole = [array.dtype.kind for array in (tokens, ends, keys)] == ["u", "i", "u"] and len(ends) > 0
             if not whole or len(ends) != len(keys) or np.any(np.diff(ends, prepend=0) < 0) or ends[-1] != len(tokens):
                 raise UserError(f"{_path(folder, 'ends', number)}: does not say where the documents of its shard end")
+            if targets and (targets[0].dtype != np.uint8 or len(targets[0]) != len(tokens)):
+                raise UserError(f"{_path(folder, 'targets', number)}: does not say which tokens of its shard are learned")
 
     def _open(self) -> None:
         self._arrays = [[_map(Path(file.path)) for file in files] for files in self._files]
-        self._first_documents = list(itertools.accumulate((len(ends) for _, ends, _ in self._arrays), initial=0))
+        self._first_documents = list(itertools.accumulate((len(ends) for _, ends, *_ in self._arrays), initial=0))
 
     def __getstate__(self) -> dict[str, Any]:  # mapped files are opened again, not copied
         return {name: value for name, value in self.__dict__.items() if name != "_arrays"}
@@ -95,15 +102,16 @@ class Shards:
     def __len__(self) -> int:
         return self._first_documents[-1]
 
-    def __getitem__(self, index: int) -> np.ndarray:
+    def __getitem__(self, index: int) -> np.ndarray | Tokens:
         shard, number = self._find(index)
-        tokens, ends, _ = self._arrays[shard]
-        for file in self._files[shard][:2]:
+        tokens, ends, _, *targets = self._arrays[shard]
+        for file in self._files[shard]:
             file.check()  # reading a truncated part of a mapped file would end the process
-        ids = tokens[ends[number - 1] if number else 0 : ends[number]]
+        mine = slice(ends[number - 1] if number else 0, ends[number])
+        ids = tokens[mine]
         if len(ids) and ids.max() >= self._vocab_size:
             raise UserError(f"{self._folder}, document {index + 1}: its token ids are not of this tokenizer")
-        return ids
+        return Tokens(ids.astype(np.int64), targets[0][mine] != 0) if targets else ids
 
     def identity(self, index: int) -> int:
         shard, number = self._find(index)
@@ -117,8 +125,9 @@ class Shards:
 
 def write_shards(
     folder: Path,
-    documents: Callable[[int], Iterable[tuple[int, np.ndarray]]],
+    documents: Callable[[int], Iterable[tuple[int, np.ndarray | Tokens]]],
     *,
+    is_whole: bool = False,
     source_digest: str,
     splits: list[str],
     tokenizer: Tokenizer,
@@ -127,7 +136,7 @@ def write_shards(
     """Write token ids to a new folder, and yield the numbers of documents and tokens so far, after each document.
 
     `documents(start)` gives the key and the ids of each document from number `start` on, which is not 0 after a killed
-    writer of the same source: see Note [Shards in the making].
+    writer of the same source: see Note [Shards in the making]. They are `Tokens` where `is_whole`.
     `splits` are those of the documents: "train" and "validation" if each document is in one of them by its key, else
     the one that all are in.
 
@@ -136,30 +145,33 @@ def write_shards(
     if folder.exists():
         raise UserError(f"{folder} is there already; name another folder, or delete it")
     part = folder.with_name(folder.name + ".part")
-    job = {"source": source_digest, "tokenizer": tokenizer.digest, "splits": splits, "format": FORMAT}
+    job = {"source": source_digest, "tokenizer": tokenizer.digest, "splits": splits, "format": FORMATS[is_whole]}
     _begin(part, job)
     shard, num_documents, num_tokens = _whole_shards(part)
     yield num_documents, num_tokens
     dtype = np.dtype("<u2" if tokenizer.vocab_size <= 2**16 else "<u4")
     ids_of: list[np.ndarray] = []
+    targets_of: list[np.ndarray] = []
     keys: list[int] = []
     tokens_in_shard = 0
-    for key, ids in documents(num_documents):
+    for key, document in documents(num_documents):
+        ids, *targets = document if isinstance(document, Tokens) else (document,)
         ids_of.append(np.asarray(ids, dtype))
+        targets_of += targets
         keys.append(key)
         tokens_in_shard += len(ids)
         num_documents, num_tokens = num_documents + 1, num_tokens + len(ids)
         yield num_documents, num_tokens
         if tokens_in_shard >= tokens_per_shard:
-            _write_shard(part, shard, ids_of, keys, dtype)
-            shard, ids_of, keys, tokens_in_shard = shard + 1, [], [], 0
+            _write_shard(part, shard, ids_of, targets_of, keys, dtype)
+            shard, ids_of, targets_of, keys, tokens_in_shard = shard + 1, [], [], [], 0
     if keys:
-        _write_shard(part, shard, ids_of, keys, dtype)
+        _write_shard(part, shard, ids_of, targets_of, keys, dtype)
         shard += 1
     if not num_documents:
         raise UserError("the corpus has no documents")
     index = {**job, "shards": shard, "documents": num_documents, "tokens": num_tokens, "dtype": dtype.str}
-    _write(part / INDEX, json.dumps({**index, "files": _files_digest(part, shard)}, indent=1).encode())
+    _write(part / INDEX, json.dumps({**index, "files": _files_digest(part, shard, _names(is_whole))}, indent=1).encode())
     os.rename(part, folder)
 
 
@@ -188,11 +200,24 @@ def _whole_shards(part: Path) -> tuple[int, int, int]:
     return number, num_documents, num_tokens
 
 
-def _write_shard(folder: Path, number: int, ids_of: list[np.ndarray], keys: list[int], dtype: np.dtype) -> None:
+def _write_shard(
+    folder: Path,
+    number: int,
+    ids_of: list[np.ndarray],
+    targets_of: list[np.ndarray],
+    keys: list[int],
+    dtype: np.dtype,
+) -> None:
     ends = np.cumsum([len(ids) for ids in ids_of], dtype=np.int64)
+    if targets_of:
+        _write(_path(folder, "targets", number), np.concatenate(targets_of).astype(np.uint8))
     arrays = (np.concatenate(ids_of).astype(dtype), ends, np.array(keys, np.uint64))
-    for name, array in zip(_ARRAYS, arrays, strict=True):
+    for name, array in zip(_names(False), arrays, strict=True):
         _write(_path(folder, name, number), array)
+
+
+def _names(is_whole: bool) -> tuple[str, ...]:
+    return _ARRAYS if is_whole else _ARRAYS[:3]
 
 
 def _write(path: Path, content: np.ndarray | bytes) -> None:
@@ -235,10 +260,10 @@ def _path(folder: Path, name: str, number: int) -> Path:
     return folder / f"{name}-{number:05}.npy"
 
 
-def _files_digest(folder: Path, num_shards: int) -> str:
+def _files_digest(folder: Path, num_shards: int, names: tuple[str, ...]) -> str:
     files: list[Path] = []
     for number in range(num_shards):  # may be any number: the first missing file ends the loop
-        files += [_path(folder, name, number) for name in _ARRAYS]
-        if missing := next((file for file in files[-len(_ARRAYS) :] if not file.is_file()), None):
+        files += [_path(folder, name, number) for name in names]
+        if missing := next((file for file in files[-len(names) :] if not file.is_file()), None):
             raise UserError(f"{missing} is missing")
     return digest_files(folder, files)

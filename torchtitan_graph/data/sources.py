@@ -9,13 +9,15 @@ import shutil
 import tempfile
 import weakref
 import zlib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
+from torchtitan_graph.data.document import Document, Tokens
 from torchtitan_graph.data.files import DataFile
+from torchtitan_graph.data.forms import Form, Reading
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
 from torchtitan_graph.small_files import BadFile, parse_json
@@ -30,11 +32,6 @@ _LONGEST_CHARACTER = 4  # bytes of UTF-8
 _LONGEST_LINE = 128 * 2**20
 _PACKED = {"gzip": b"\x1f\x8b\x08", "zstd": b"\x28\xb5\x2f\xfd", "xz": b"\xfd7zXZ\0", "zip": b"PK\3\4"}
 _ONE_PER_LINE = 'JSON lines have one object on each line, such as {"text": "..."}'
-_COLUMN_HINT = (
-    "A run reads the key 'text'. Rename it, or run scripts/pretokenize.py --text_column with the key that holds the"
-    " text, and train on its shards"
-)
-_KINDS = {list: "a list", dict: "an object", int: "a number", float: "a number", bool: "a truth value"}
 _UTF8_HINT = "Convert text of another encoding to UTF-8; training.skip_not_utf8 = true leaves such documents out"
 
 
@@ -42,18 +39,16 @@ class NotUtf8(UserError):
     """A document that can't be decoded."""
 
 
-Document = str | np.ndarray  # its text, or its token ids without bos and eos
-
-
 class Source(Protocol):
     """Documents that can be read in any order.
 
     `digest` is equal for two sources with the same documents under the same numbers. `identity` names a document by its
-    place, or is the hash of that (see `corpus.document_key`); it decides the split into train and validation. An
-    instance can be pickled.
+    place, or is the hash of that (see `corpus.document_key`); it decides the split into train and validation. Documents
+    of a source with `is_whole` are `Tokens`. An instance can be pickled.
     """
 
     digest: str
+    is_whole: bool
 
     def __len__(self) -> int: ...
 
@@ -67,15 +62,16 @@ class _Texts:
 
     _file: str  # the file or folder, for messages
     skip_not_utf8: bool
+    is_whole = False
     _has_warned = False
 
     def __len__(self) -> int:
         raise NotImplementedError
 
-    def _read(self, index: int) -> str:
+    def _read(self, index: int) -> Document:
         raise NotImplementedError
 
-    def __getitem__(self, index: int) -> str:
+    def __getitem__(self, index: int) -> Document:
         try:
             return self._read(index)
         except NotUtf8 as error:
@@ -84,7 +80,7 @@ class _Texts:
             if not self._has_warned:
                 logger.warning(f"{error}. It is left out, as are all documents that are not UTF-8")
             self._has_warned = True
-            return ""
+            return Tokens(np.empty(0, np.int64), np.empty(0, bool)) if self.is_whole else ""
 
     def _read_all(self) -> None:
         """Read every document once; those that are not UTF-8 are reported together, as an error or a warning."""
@@ -185,23 +181,24 @@ class TextPieces(_Texts):
 
 
 class JsonLines(_Texts):
-    """A document per line of a JSON lines file, its text under the key `column`. Blank lines are skipped.
+    """A document per line of a JSON lines file; the keys of the first tell in which form. Blank lines are skipped.
 
     Opening reads the file once, for the place of every line (16 bytes of memory each). A gzip file can only be read
     from its beginning, so it is unpacked into a temporary file first, which is deleted with the source.
     """
 
-    def __init__(self, file: Path, column: str, skip_not_utf8: bool = False) -> None:
-        self._file, self.skip_not_utf8 = str(file), skip_not_utf8
-        self._column = column
+    def __init__(self, file: Path, reading: Reading) -> None:
+        self._file, self.skip_not_utf8 = str(file), reading.skip_not_utf8
         self._data = packed = DataFile(file)
-        self.digest = digest_files(file.parent, [file]) + column
+        digest = digest_files(file.parent, [file])
         if file.suffix == ".gz":
             unpacked = _unpack(file)
             weakref.finalize(self, _remove, unpacked, os.getpid())
             self._data = DataFile(unpacked)
         self._line_starts, self._documents = _index_lines(Path(self._data.path))
         packed.check()
+        self._form: Form = reading.form(self._first_keys(), self._file)
+        self.digest, self.is_whole = digest + self._form.digest, self._form.is_whole
         if self._data.size <= SMALL_CORPUS_BYTES:
             self._read_all()
         elif len(self):
@@ -210,7 +207,21 @@ class JsonLines(_Texts):
     def __len__(self) -> int:
         return len(self._documents)
 
-    def _read(self, index: int) -> str:
+    def _first_keys(self) -> Collection[str]:
+        """Return the keys of the first line that can be decoded; those of a text's where there is none."""
+        for index in range(len(self)):
+            try:
+                return self._row(index)[0]
+            except NotUtf8:  # refused, or left out, with all others
+                continue
+        return ["text"]
+
+    def _read(self, index: int) -> Document:
+        row, where = self._row(index)
+        return self._form.document(row, where)
+
+    def _row(self, index: int) -> tuple[dict[str, Any], str]:
+        """Return the object in a line, and the line's place."""
         line = int(self._documents[index])
         start, end = int(self._line_starts[line]), int(self._line_starts[line + 1])
         where = f"{self._file}, line {line + 1}"
@@ -225,16 +236,8 @@ class JsonLines(_Texts):
                 raise UserError(f"{error}. {_ONE_PER_LINE}") from error
             raise
         if not isinstance(row, dict):
-            raise UserError(f"{where}: not a JSON object with the key {self._column!r}. {_ONE_PER_LINE}")
-        text = row.get(self._column)
-        if not isinstance(text, str):
-            if self._column in row:
-                found = f"the value of the key {self._column!r} is not text, but {_KINDS.get(type(text), 'null')}"
-            else:
-                found = f"no text under the key {self._column!r}; there is {_shortened(sorted(row))}"
-            raise UserError(f"{where}: {found}. {_COLUMN_HINT}")
-        # JSON can contain half a surrogate pair, which no encoding of text can.
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+            raise UserError(f"{where}: not a JSON object. {_ONE_PER_LINE}")
+        return row, where
 
     def identity(self, index: int) -> str:
         return f"{Path(self._file).name.removesuffix('.gz')}:{index}"
@@ -244,7 +247,12 @@ class Chain:
     """The documents of several sources, one after another."""
 
     def __init__(self, sources: list[Source]) -> None:
-        self._sources = sources
+        self._sources, self.is_whole = sources, sources[0].is_whole
+        if any(source.is_whole != self.is_whole for source in sources):
+            raise UserError(
+                "text, which is packed wherever rows end, and conversations, which are packed whole, can't be one"
+                " corpus: name their files one by one in training.sources"
+            )
         self._ends = list(itertools.accumulate(len(source) for source in sources))
         self.digest = _hash(source.digest for source in sources)
 
@@ -311,11 +319,6 @@ def _refuse_packed(file: DataFile) -> None:
                 f"{file.path}: is a {kind} file, which is not read as text: unpack it first. (JSON lines are read from"
                 " .jsonl.gz and .json.gz)"
             )
-
-
-def _shortened(names: list[str]) -> str:
-    text = repr(names)
-    return text if len(text) < 200 else f"{text[:200]}..., {len(names):,} keys"
 
 
 def digest_files(root: Path, files: list[Path]) -> str:

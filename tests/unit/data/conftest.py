@@ -4,6 +4,8 @@ import pytest
 class Texts:
     """Documents in memory, as a source."""
 
+    is_whole = False
+
     def __init__(self, texts: list[str]) -> None:
         self._texts = texts
         self.digest = repr(texts)

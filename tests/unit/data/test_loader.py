@@ -30,12 +30,12 @@ STEPS = 24
 def make_loader(texts_source):
     texts = [hashlib.sha256(b"%d" % number).hexdigest()[: 1 + number * 7 % 17] for number in range(160)]
 
-    def make(dp_rank=0, dp_degree=1, num_workers=0, *, texts=texts, seed=0, seq_len=32, repeat=True, tokenizer=None,
+    def make(dp_rank=0, dp_degree=1, num_workers=0, *, texts=texts, seed=0, seq_len=32, epochs=0, tokenizer=None,
              local_batch_size=None, **options) -> DataLoader:  # fmt: skip
         return DataLoader(
             ShuffledCorpus(texts_source(texts), "train", seed), tokenizer or ByteTokenizer(), seed=seed,
             seq_len=seq_len, local_batch_size=local_batch_size or GLOBAL_BATCH // dp_degree, dp_rank=dp_rank,
-            dp_degree=dp_degree, repeat=repeat, num_workers=num_workers, **options,
+            dp_degree=dp_degree, epochs=epochs, num_workers=num_workers, **options,
         )  # fmt: skip
 
     return make
@@ -190,9 +190,9 @@ def test_ranks_at_different_steps_do_not_merge(make_loader):
 
 
 @pytest.mark.parametrize("dp_degree", [1, 2])
-def test_without_repeat_every_token_is_an_input_once(make_loader, texts_source, dp_degree):
+def test_in_one_epoch_every_token_is_an_input_once(make_loader, texts_source, dp_degree):
     texts = [chr(33 + number) * (number % 50) for number in range(160)]  # some are empty
-    ranks = [make_loader(rank, dp_degree, texts=texts, repeat=False) for rank in range(dp_degree)]
+    ranks = [make_loader(rank, dp_degree, texts=texts, epochs=1) for rank in range(dp_degree)]
     assert ranks[0].num_lanes == 4
     tokens, empty_in_a_row = [], 0
     while empty_in_a_row < ranks[0].num_lanes:
@@ -251,7 +251,7 @@ def test_an_error_in_a_worker_names_the_document(tmp_path, monkeypatch):
     file.write_text('{"text": "x"}\n' * 6 + '{"text": 123}\n' + '{"text": "x"}\n' * 13)
     loader = build_dataloader(
         dataset="", dataset_path=str(file), split="all", tokenizer=ByteTokenizer(), seed=0, seq_len=8,
-        local_batch_size=4, dp_rank=0, dp_degree=1, repeat=True, num_workers=1,
+        local_batch_size=4, dp_rank=0, dp_degree=1, num_workers=1,
     )  # fmt: skip
     with pytest.raises(UserError, match="good.jsonl, line 7") as error:
         for _ in range(20):
@@ -263,7 +263,7 @@ def test_the_embedded_corpus_gives_the_same_rows_to_two_ranks_with_workers():
     def loader(rank, dp_degree, num_workers):
         return build_dataloader(
             dataset="stdlib", dataset_path=None, split="train", tokenizer=load_tokenizer("tests/assets/tokenizer"),
-            seq_len=256, local_batch_size=4 // dp_degree, dp_rank=rank, dp_degree=dp_degree, seed=0, repeat=True,
+            seq_len=256, local_batch_size=4 // dp_degree, dp_rank=rank, dp_degree=dp_degree, seed=0,
             num_workers=num_workers,
         )  # fmt: skip
 

@@ -38,7 +38,7 @@ def make_mixture(texts_source):
 def make_loader(make_mixture):
     def make(dp_rank=0, dp_degree=1, num_workers=0, *, local_batch_size=None, **mixture) -> DataLoader:
         return DataLoader(
-            make_mixture(**mixture), ByteTokenizer(), seed=mixture.get("seed", 0), seq_len=32, repeat=True,
+            make_mixture(**mixture), ByteTokenizer(), seed=mixture.get("seed", 0), seq_len=32,
             local_batch_size=local_batch_size or GLOBAL_BATCH // dp_degree, dp_rank=dp_rank, dp_degree=dp_degree,
             num_workers=num_workers,
         )  # fmt: skip
@@ -161,7 +161,7 @@ def test_the_log_names_the_sources_and_no_message_shows_whole_digests(tmp_path: 
         sources = [DataSource(dataset_path=str(file), weight=3.0), DataSource("stdlib")]
         data = build_dataloader(
             dataset="", dataset_path=None, sources=sources, split="train", tokenizer=ByteTokenizer(), seed=0, seq_len=8,
-            local_batch_size=4, dp_rank=0, dp_degree=1, repeat=True,
+            local_batch_size=4, dp_rank=0, dp_degree=1,
         )  # fmt: skip
         positions.append(data.state_dict())
     assert list(dict.fromkeys(caplog.messages))[:2] == [
@@ -181,7 +181,7 @@ def test_entries_of_a_job_are_mixed(tmp_path: Path):
     def loader(sources: list[DataSource]) -> DataLoader:
         return build_dataloader(
             dataset="", dataset_path=None, sources=sources, split="train", tokenizer=ByteTokenizer(), seed=0, seq_len=8,
-            local_batch_size=4, dp_rank=0, dp_degree=1, repeat=True,
+            local_batch_size=4, dp_rank=0, dp_degree=1,
         )  # fmt: skip
 
     mixed = loader(sources)
@@ -200,7 +200,7 @@ def test_entries_of_a_job_are_mixed(tmp_path: Path):
         ('[{dataset = "stdlib"}, {weight = 2}]', "", "entry 2: needs dataset or dataset_path"),
         ('[{dataset_path = "a/x"}, {dataset_path = "b/x"}]', "", "several entries are called x"),
         ('[{dataset = "stdlib"}]', "--training.dataset_path a", "training.dataset_path = 'a': is not used with"),
-        ('[{dataset = "stdlib"}]', "--training.no-repeat", "training.repeat = false"),
+        ('[{dataset = "stdlib"}]', "--training.epochs=2", "training.epochs = 2"),
     ],
 )
 def test_a_mixture_that_makes_no_sense_is_refused(sources: str, others: str, message: str):

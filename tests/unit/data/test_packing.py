@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from torchtitan_graph.data import IGNORE_INDEX
 from torchtitan_graph.data.corpus import ShuffledCorpus
-from torchtitan_graph.data.packing import Cursor, Lane
+from torchtitan_graph.data.document import Tokens
+from torchtitan_graph.data.packing import WINDOW_ROWS, Counts, Cursor, Lane, Packing, WholeLane, best_fit, open_lane
 from torchtitan_graph.data.tokenizer import ByteTokenizer
 from torchtitan_graph.errors import UserError
 
@@ -15,10 +16,10 @@ TOKENIZER = ByteTokenizer()
 TEXTS = st.lists(st.text("abcdefgh", max_size=25), min_size=1, max_size=15)
 
 
-def lane_of(texts_source, texts, seq_len, repeat=False, cursor=None, whole=False) -> Lane:
+def lane_of(texts_source, texts, seq_len, epochs=1, cursor=None, whole=False) -> Lane:
     corpus = ShuffledCorpus(texts_source(texts), "all", seed=0)
     assert corpus.num_lanes == 1
-    return Lane(corpus, TOKENIZER, seq_len, repeat, 0, cursor or Cursor(), whole)
+    return open_lane(corpus, TOKENIZER, Packing(seq_len, epochs, whole), 0, cursor or Cursor())
 
 
 def documents_of(texts_source, texts, epochs=1) -> list[list[int]]:
@@ -61,7 +62,7 @@ def test_rows_are_the_stream_of_documents_cut(texts_source, texts, seq_len):
 
 @settings(max_examples=50, deadline=None)
 @given(TEXTS, st.integers(1, 12))
-def test_without_repeat_padding_follows_for_ever(texts_source, texts, seq_len):
+def test_after_the_last_epoch_padding_follows_for_ever(texts_source, texts, seq_len):
     lane = lane_of(texts_source, texts, seq_len)
     for _ in expected_rows(documents_of(texts_source, texts), seq_len):
         lane.next_row()
@@ -73,12 +74,16 @@ def test_without_repeat_padding_follows_for_ever(texts_source, texts, seq_len):
         assert (documents_L == 0).all()
 
 
-def test_with_repeat_the_next_epoch_follows_in_the_same_row_and_another_order(texts_source):
+@pytest.mark.parametrize("epochs", [0, 3])
+def test_the_next_epoch_follows_in_the_same_row_and_another_order(texts_source, epochs):
     texts = [str(number) * 3 for number in range(10)]
     stream = [token for document in documents_of(texts_source, texts, epochs=3) for token in document]
-    lane = lane_of(texts_source, texts, 7, repeat=True)
+    lane = lane_of(texts_source, texts, 7, epochs)
     got = np.concatenate([lane.next_row()[0] for _ in range(len(stream) // 7)])
     assert got.tolist() == stream[: len(got)]
+    if epochs:
+        assert (lane.next_row()[1] != IGNORE_INDEX).sum() < 7
+        assert (lane.next_row()[1] == IGNORE_INDEX).all()
     per_epoch = len(stream) // 3
     assert stream[:per_epoch] != stream[per_epoch : 2 * per_epoch]
 
@@ -102,13 +107,13 @@ def test_whole_documents_begin_a_row_or_follow_one_that_leaves_room(texts_source
 
 
 @settings(max_examples=50, deadline=None)
-@given(TEXTS, st.integers(1, 12), st.integers(0, 20), st.booleans(), st.booleans())
-def test_a_cursor_resumes_its_lane(texts_source, texts, seq_len, rows_before, repeat, whole):
-    assume(any(texts) or not repeat)
-    lane = lane_of(texts_source, texts, seq_len, repeat, whole=whole)
+@given(TEXTS, st.integers(1, 12), st.integers(0, 20), st.integers(0, 2), st.booleans())
+def test_a_cursor_resumes_its_lane(texts_source, texts, seq_len, rows_before, epochs, whole):
+    assume(any(texts) or epochs)
+    lane = lane_of(texts_source, texts, seq_len, epochs, whole=whole)
     for number in range(rows_before):
         lane.next_row() if number % 2 else lane.skip_row()
-    resumed = lane_of(texts_source, texts, seq_len, repeat, lane.cursor, whole)
+    resumed = lane_of(texts_source, texts, seq_len, epochs, lane.cursor, whole)
     for _ in range(5):
         np.testing.assert_array_equal(resumed.next_row(), lane.next_row())
         assert resumed.cursor == lane.cursor
@@ -121,7 +126,7 @@ def test_documents_without_text_are_left_out(texts_source):
     assert sorted(bytes(row[1:4]) for row in tokens) == [b"one", b"two"]
     assert lane.next_row()[1].tolist() == [IGNORE_INDEX] * 5
     with pytest.raises(UserError, match=r"got no document with text in 16 epochs\. The 34 .* are empty"):
-        lane_of(texts_source, ["", ""], 5, repeat=True).next_row()
+        lane_of(texts_source, ["", ""], 5, epochs=0).next_row()
 
 
 def test_a_cursor_inside_a_document_without_text_goes_on_behind_it(texts_source):
@@ -144,8 +149,125 @@ def test_a_split_without_documents_is_refused_where_it_repeats(texts_source):
     class Empty:
         num_lanes, digest = 1, ""
 
+        def __init__(self, whole):
+            self.whole = whole
+
+        def is_whole(self, lane):
+            return self.whole
+
         def documents(self, lane, epoch, start):
             return iter(())
 
-    with pytest.raises(UserError, match="too few documents"):
-        Lane(Empty(), TOKENIZER, 4, True, 0, Cursor()).next_row()
+    for whole in (False, True):
+        with pytest.raises(UserError, match="too few documents"):
+            open_lane(Empty(whole), TOKENIZER, Packing(4), 0, Cursor()).next_row()
+
+
+class Whole:
+    """Conversations of given lengths: the tokens of each are its number, the last half of them targets."""
+
+    num_lanes, digest = 1, "whole"
+
+    def __init__(self, sizes):
+        self.sizes = sizes
+
+    def is_whole(self, lane):
+        return True
+
+    def documents(self, lane, epoch, start):
+        for number in range(start, len(self.sizes)):
+            size = self.sizes[number]
+            yield number, Tokens(np.full(size, number), np.arange(size) >= size // 2)
+
+
+def whole_lane(sizes, seq_len=10, epochs=1, cursor=None, **options) -> WholeLane:
+    lane = open_lane(Whole(sizes), TOKENIZER, Packing(seq_len, epochs, **options), 0, cursor or Cursor())
+    assert isinstance(lane, WholeLane)
+    return lane
+
+
+SIZES = st.lists(st.integers(2, 14), min_size=1, max_size=60)
+
+
+def rows_of(lane) -> list[np.ndarray]:
+    """Return the rows of a lane to its end."""
+    rows = []
+    while (row := lane.next_row()) is not None and lane.filled:
+        rows.append(row)
+    return rows
+
+
+@settings(max_examples=60, deadline=None)
+@given(SIZES, st.sampled_from(["cut", "drop"]), st.booleans())
+def test_conversations_are_in_one_row_each_and_once(sizes, too_long, alone):
+    lane = whole_lane(sizes, too_long=too_long, alone=alone)
+    found: dict[int, int] = {}
+    for tokens_L, labels_L, positions_L, documents_L in rows_of(lane):
+        for document in np.unique(documents_L[: lane._packing.seq_len]):
+            mine = documents_L == document
+            number, size = tokens_L[mine][0], int(mine.sum())
+            if number == TOKENIZER.eos_id:  # padding
+                assert (labels_L[mine] == IGNORE_INDEX).all()
+                continue
+            assert (tokens_L[mine] == number).all() and number not in found
+            found[number] = size
+            assert positions_L[mine].tolist() == list(range(size))
+            is_target = np.arange(1, size) >= sizes[number] // 2
+            assert labels_L[mine][:-1].tolist() == np.where(is_target, number, IGNORE_INDEX).tolist()
+            assert labels_L[mine][-1] == IGNORE_INDEX
+        assert not alone or len(np.unique(tokens_L)) <= 2
+    kept = {i: min(n, 10) for i, n in enumerate(sizes) if n <= 10 or too_long == "cut"}
+    assert found == kept
+
+
+@settings(max_examples=60, deadline=None)
+@given(SIZES, st.integers(0, 20), st.integers(0, 2), st.booleans())
+def test_a_cursor_resumes_a_lane_of_conversations(sizes, rows_before, epochs, alone):
+    lane = whole_lane(sizes, epochs=epochs, alone=alone)
+    for number in range(rows_before):
+        lane.next_row() if number % 2 else lane.skip_row()
+    resumed = whole_lane(sizes, epochs=epochs, alone=alone, cursor=lane.cursor)
+    for _ in range(8):
+        np.testing.assert_array_equal(resumed.next_row(), lane.next_row())
+        assert (resumed.cursor, resumed.counts) == (lane.cursor, lane.counts)
+
+
+@pytest.mark.parametrize(
+    ("too_long", "expected"),
+    [("cut", Counts(cut=2, without_target=2)), ("drop", Counts(dropped=2, without_target=2))],
+)
+def test_conversations_that_do_not_fit_are_counted_once(too_long, expected):
+    sizes = [12, 4, 1, 13, 1]  # one token has nothing to predict
+    lane, total = whole_lane(sizes, too_long=too_long), Counts()
+    for _ in range(6):
+        lane.next_row()
+        total += lane.counts
+    assert total == expected
+
+
+def test_conversations_that_do_not_fit_may_be_refused():
+    with pytest.raises(UserError, match="has 12 tokens, more than training.seq_len = 10.*training.too_long"):
+        whole_lane([12, 4], too_long="refuse").next_row()
+    with pytest.raises(UserError, match="have no target that fits"):
+        whole_lane([1, 1], epochs=0).next_row()
+    lane = whole_lane([30, 4])
+    lane.next_row()  # whose ten tokens have no target: they are left out
+    assert lane.counts == Counts(without_target=1)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(1, 10), max_size=80))
+def test_best_fit_fills_rows(sizes):
+    bins = best_fit(sizes, 10)
+    assert sorted(item for items in bins for item in items) == list(range(len(sizes)))
+    filled = [sum(sizes[item] for item in items) for items in bins]
+    assert all(0 < size <= 10 for size in filled)
+    assert sum(size <= 5 for size in filled) <= 1  # two such bins would have been one
+    assert bins == sorted(bins)
+
+
+def test_windows_follow_each_other():
+    lane = whole_lane([3] * (WINDOW_ROWS * 20), seq_len=9)
+    rows = rows_of(lane)
+    numbers = [number for row in rows for number in dict.fromkeys(row[0].tolist()) if number != TOKENIZER.eos_id]
+    assert sorted(numbers) == sorted({*range(WINDOW_ROWS * 20)} - {TOKENIZER.eos_id})

@@ -57,7 +57,7 @@ def shards(text, tmp_path_factory) -> Path:
 def loader(path: Path, split: str = "train", tokenizer: Tokenizer | None = None, **options) -> DataLoader:
     return build_dataloader(
         dataset="", dataset_path=str(path), split=split, tokenizer=tokenizer or ByteTokenizer(), seed=3, seq_len=64,
-        **{"local_batch_size": 4, "dp_rank": 0, "dp_degree": 1, "repeat": True, **options},
+        **{"local_batch_size": 4, "dp_rank": 0, "dp_degree": 1, **options},
     )  # fmt: skip
 
 
@@ -94,7 +94,7 @@ def test_a_run_goes_over_from_one_to_the_other(text, shards, first):
 def test_another_seed_gives_other_rows(text, shards):
     other = build_dataloader(
         dataset="", dataset_path=str(shards), split="train", tokenizer=ByteTokenizer(), seed=4, seq_len=64,
-        local_batch_size=4, dp_rank=0, dp_degree=1, repeat=True,
+        local_batch_size=4, dp_rank=0, dp_degree=1,
     )  # fmt: skip
     assert take(other, 4) != take(loader(text), 4)
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from torchtitan_graph.data import sources
 from torchtitan_graph.data.files import DataFile
+from torchtitan_graph.data.forms import Reading
 from torchtitan_graph.data.open_corpus import open_corpus
 from torchtitan_graph.data.sources import JsonLines, TextFiles, TextPieces, digest_files
 from torchtitan_graph.errors import UserError
@@ -225,7 +226,7 @@ def test_c4_test_is_the_embedded_corpus_with_a_notice(caplog, monkeypatch):
 def test_unpacked_gzip_goes_with_its_source(tmp_path):
     file = tmp_path / "a.jsonl.gz"
     file.write_bytes(gzip.compress(jsonl(TEXTS)))
-    source = JsonLines(file, "text")
+    source = JsonLines(file, Reading())
     unpacked = Path(source._data.path)
     assert unpacked.exists()
     del source
@@ -235,7 +236,7 @@ def test_unpacked_gzip_goes_with_its_source(tmp_path):
 
 def test_half_a_surrogate_pair_is_replaced(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "x \\ud83d y"}\n')
-    assert JsonLines(tmp_path / "a.jsonl", "text")[0] == "x \ufffd y"
+    assert JsonLines(tmp_path / "a.jsonl", Reading())[0] == "x \ufffd y"
 
 
 CORRUPT = {
@@ -244,15 +245,15 @@ CORRUPT = {
         (b'{"text": "x"}\n\n{"txt": "y"}\n', r"line 3: no text under the key 'text'; there is \['txt'\]"),
         (b'{"text": "x"}\n{"text": 3}\n', "line 2: the value of the key 'text' is not text, but a number"),
         (b'{"text": null}\n', "is not text, but null"),
-        (b'{"text": ["x"]}\n', "is not text, but a list.*--text_column"),
+        (b'{"text": ["x"]}\n', "is not text, but a list.*training.columns"),
         (
             b'{"messages": []}\n',
-            r"no text under the key 'text'; there is \['messages'\]\. .*pretokenize.py --text_column",
+            "this reads text only; name the column",
         ),
         (b'{"text": "x", "n": ' + b"1" * 5000 + b"}\n", "line 1: is not JSON: a number of 5,000 digits"),
         (b"[" * 100_000 + b"]" * 100_000, "line 1: has lists or objects more than 100 deep"),
         (b'{"a": ' * 200 + b"1" + b"}" * 200, "line 1: has lists or objects more than 100 deep"),
-        (b"{" + b",".join(b'"k%d": 1' % i for i in range(9999)) + b"}", "line 1: no text.*k1.*9,999 keys"),
+        (b"{" + b",".join(b'"k%d": 1' % i for i in range(9999)) + b"}", "no text under.*k1.*9,999 keys"),
         (b'["x"]\n', "line 1: not a JSON object"),
         (b'{"text": "x"}\n{"text": "\xff"}\n', "line 2: not UTF-8"),
         (b"", "training.dataset_path = '.*a.jsonl': holds no documents"),
@@ -305,7 +306,7 @@ def test_what_is_not_utf8_is_named_together_or_left_out(tmp_path, monkeypatch, c
     with pytest.raises(UserError, match=many if small else r"\.txt: not UTF-8 at byte 3.*skip_not_utf8"):
         list(open_corpus("", str(tmp_path), "all", seed=0).documents(0, 0, 0))
     caplog.clear()
-    corpus = open_corpus("", str(tmp_path), "all", seed=0, skip_not_utf8=True)
+    corpus = open_corpus("", str(tmp_path), "all", seed=0, reading=Reading(skip_not_utf8=True))
     assert sorted(text for _, text in corpus.documents(0, 0, 0)) == [""] * 15 + ["tea"] * 15
     assert len(caplog.records) == 1 and "left out" in caplog.text
 
@@ -316,7 +317,7 @@ def test_nothing_is_left_where_nothing_is_utf8(tmp_path, name):
         (tmp_path / name).mkdir()
     ((tmp_path / name / "a.txt") if name == "folder" else tmp_path / name).write_bytes(b"\xff\xff\xff")
     with pytest.raises(UserError, match="No document is left"):
-        open_corpus("", str(tmp_path / name), "all", seed=0, skip_not_utf8=True)
+        open_corpus("", str(tmp_path / name), "all", seed=0, reading=Reading(skip_not_utf8=True))
 
 
 FILES = {
@@ -373,7 +374,7 @@ def test_names_that_are_not_utf8_are_names(tmp_path):
 def test_a_corrupt_line_of_a_large_corpus_is_named_when_its_turn_comes(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "SMALL_CORPUS_BYTES", 0)
     (tmp_path / "a.jsonl").write_text('{"text": "x"}\n{"text"\n')
-    source = JsonLines(tmp_path / "a.jsonl", "text")
+    source = JsonLines(tmp_path / "a.jsonl", Reading())
     with pytest.raises(UserError, match=r"a\.jsonl, line 2: is not JSON"):
         source[1]
 
@@ -381,13 +382,13 @@ def test_a_corrupt_line_of_a_large_corpus_is_named_when_its_turn_comes(tmp_path,
 def test_missing_column_of_parquet_is_named(tmp_path):
     pytest.importorskip("datasets")
     write_parquet(tmp_path / "a.parquet")
-    with pytest.raises(UserError, match=r"a\.parquet: no column 'content'; there is \['id', 'text'\]"):
-        open_corpus("", str(tmp_path / "a.parquet"), "train", seed=0, text_column="content")
+    with pytest.raises(UserError, match=r"a\.parquet: training.columns: text = 'content' is no column of it"):
+        open_corpus("", str(tmp_path / "a.parquet"), "train", seed=0, reading=Reading(columns={"text": "content"}))
 
 
 def test_another_text_column(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"content": "x"}\n')
-    corpus = open_corpus("", str(tmp_path / "a.jsonl"), "all", seed=0, text_column="content")
+    corpus = open_corpus("", str(tmp_path / "a.jsonl"), "all", seed=0, reading=Reading(columns={"text": "content"}))
     assert list(corpus.documents(0, 0, 0)) == [(0, "x")]
 
 

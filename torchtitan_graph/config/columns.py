@@ -1,0 +1,29 @@
+"""The formats of rows, and the columns that each reads."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torchtitan_graph.config.option import did_you_mean
+
+# What each format reads, and the columns that are read where training.columns names no other.
+COLUMNS = {
+    "text": {"text": "text"},
+    "chat": {"messages": "messages", "tools": "tools"},
+    "completion": {"prompt": "prompt", "completion": "completion"},
+}
+_PARTS = [part for parts in COLUMNS.values() for part in parts]
+
+
+def find_wrong_column(columns: Mapping[str, Any], format_: str | None) -> str | None:
+    """Return what is wrong with an option `columns` beside the option `format`, None if nothing is."""
+    for part, name in columns.items():
+        if part not in _PARTS:
+            return f"{part} is nothing that is read" + did_you_mean(part, _PARTS, f"; legal are {', '.join(_PARTS)}")
+        if not isinstance(name, str) or not name:
+            return f"{part} must be the name of a column"
+    of = [kind for kind, parts in COLUMNS.items() if columns.keys() <= parts.keys()]
+    if columns and not of:
+        return f"{', '.join(columns)} are of different formats, and a corpus has one"
+    if columns and format_ is not None and format_ not in of:
+        return f"{', '.join(columns)} is not of the format {format_!r}, which reads {', '.join(COLUMNS[format_])}"
+    return None

@@ -1,0 +1,167 @@
+"""Show what a model will see of a job's training data: rows, with what is learned in colour, and counts.
+
+python -m torchtitan_graph.data my.toml --rows 3            # in the terminal
+python -m torchtitan_graph.data my.toml --html rows.html    # as a page
+
+Further options are those of training, such as --training.seq_len 512.
+"""
+
+import html
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from torchtitan_graph.command import command, make_parser, run_command
+from torchtitan_graph.config import job
+from torchtitan_graph.config.load import load, read_beside
+from torchtitan_graph.data.batch import IGNORE_INDEX
+from torchtitan_graph.data.forms import Reading
+from torchtitan_graph.data.loader import DataLoader, build_dataloader
+from torchtitan_graph.data.tokenizer import Tokenizer, load_tokenizer
+from torchtitan_graph.log import logger
+
+_LEARNED, _GIVEN, _PLAIN = "\033[32m", "\033[2m", "\033[0m"
+_STYLE = (
+    "body{font:15px/1.5 system-ui;max-width:60em;margin:2em auto;padding:0 1em}"
+    "pre{white-space:pre-wrap;word-break:break-word;border-left:3px solid #8884;padding:.5em 1em;color:#777}"
+    "mark{background:#3a33;color:#070}@media(prefers-color-scheme:dark){body{background:#111;color:#ddd}mark{color:#8f8}}"
+)
+
+
+class Document(NamedTuple):
+    """A document, or a part of it, in a row: its token ids, and whether each is learned."""
+
+    ids: list[int]
+    is_target: list[bool]
+
+
+def documents_of(tokens_L: torch.Tensor, labels_L: torch.Tensor, documents_L: torch.Tensor) -> list[Document]:
+    """Return the documents in a row, without padding, which is one that has no target and holds the last place."""
+    found = []
+    for number in range(int(documents_L.max()) + 1):
+        places = (documents_L == number).nonzero().flatten()
+        learned = [False, *(labels_L[places[:-1]] != IGNORE_INDEX).tolist()]
+        is_last = int(places[-1]) == len(tokens_L) - 1
+        if any(learned) or len(places) == 1 and not is_last or labels_L[places[-1]] != IGNORE_INDEX:
+            found.append(Document(tokens_L[places].tolist(), learned))
+    return found
+
+
+def runs_of(document: Document, tokenizer: Tokenizer) -> Iterator[tuple[str, bool]]:
+    """Yield the texts of a document's tokens, as long as all of one are learned, or none."""
+    begin = 0
+    for place in range(1, len(document.ids) + 1):
+        if place == len(document.ids) or document.is_target[place] != document.is_target[begin]:
+            yield tokenizer.decode_all(document.ids[begin:place]), document.is_target[begin]
+            begin = place
+
+
+def open_training_data(config: job.JobConfig, tokenizer: Tokenizer) -> DataLoader:
+    """Return a loader of the rows of one epoch of a job's training data, one after the other."""
+    training = config.training
+    return build_dataloader(
+        dataset=training.dataset,
+        dataset_path=training.dataset_path,
+        sources=training.sources,
+        split="train",
+        tokenizer=tokenizer,
+        reading=Reading.of(training, tokenizer),
+        seed=config.debug.seed or 0,
+        seq_len=training.seq_len,
+        multiple=job.ROW_MULTIPLE if training.dynamic_seq_len else None,
+        alone=training.one_document_per_row,
+        too_long=training.too_long,
+        local_batch_size=1,
+        dp_rank=0,
+        dp_degree=1,
+        epochs=1,
+    )
+
+
+def read_rows(data: DataLoader, most: int) -> tuple[list[list[Document]], int]:
+    """Return the documents of the rows of an epoch, up to `most`, and the tokens that the rows have room for."""
+    rows: list[list[Document]] = []
+    room = empty = 0
+    while len(rows) < most and empty < data.num_lanes:
+        batch = next(data)
+        documents = documents_of(batch.tokens_BL[0], batch.labels_BL[0], batch.documents_BL[0])
+        empty = 0 if documents else empty + 1
+        if documents:
+            rows.append(documents)
+            room += batch.tokens_BL.shape[1]
+    return rows, room
+
+
+def summary(rows: list[list[Document]], room: int, data: DataLoader, is_all: bool) -> list[str]:
+    """Return the counts of rows, a line each."""
+    lengths = [len(document.ids) for row in rows for document in row]
+    targets = sum(sum(document.is_target) for row in rows for document in row)
+    tokens, counts = sum(lengths), data.counts
+    tenths = ", ".join(f"{q} % {np.percentile(lengths, q):,.0f}" for q in (10, 50, 90, 99, 100))
+    lines = [
+        f"rows: {len(rows):,}" + (" (one epoch)" if is_all else "; there are more, see --most"),
+        f"documents in them: {len(lengths):,}; tokens: {tokens:,}; learned: {targets:,} ({targets / tokens:.1%})",
+        f"tokens of a document, by percentile: {tenths}",
+        f"rows are full to {tokens / room:.1%}",
+    ]
+    said = (("cut at training.seq_len", counts.cut), ("dropped, as longer than it", counts.dropped))
+    said += (("left out, with nothing to learn", counts.without_target),)
+    return [*lines, *(f"conversations {what}: {number:,}" for what, number in said if number)]
+
+
+def write_html(file: Path, rows: list[list[Document]], lines: list[str], tokenizer: Tokenizer) -> None:
+    """Write rows and their counts as one page, without anything from elsewhere."""
+    parts = [f"<!doctype html><meta charset=utf-8><title>Training data</title><style>{_STYLE}</style><h1>Rows</h1>"]
+    parts += [f"<p>What is learned is <mark>marked</mark>.<ul>{''.join(f'<li>{html.escape(x)}' for x in lines)}</ul>"]
+    for number, row in enumerate(rows, 1):
+        parts.append(f"<h2>Row {number}</h2>")
+        for document in row:
+            runs = (
+                f"<mark>{html.escape(text)}</mark>" if learned else html.escape(text)
+                for text, learned in runs_of(document, tokenizer)
+            )
+            parts.append(f"<pre>{''.join(runs)}</pre>")
+    file.write_text("\n".join(parts), encoding="utf-8")
+
+
+def show(rows: list[list[Document]], tokenizer: Tokenizer, in_colour: bool) -> Iterator[str]:
+    """Yield rows as text, what is learned in colour, or without colour between brackets."""
+    begin, given, end = (_LEARNED, _GIVEN, _PLAIN) if in_colour else ("[[", "", "]]")
+    for number, row in enumerate(rows, 1):
+        for place, document in enumerate(row, 1):
+            yield f"--- row {number}, document {place}: {len(document.ids):,} tokens, {sum(document.is_target):,} learned"
+            runs = runs_of(document, tokenizer)
+            yield "".join(f"{begin}{text}{end}" if learned else f"{given}{text}{_PLAIN * in_colour}" for text, learned in runs)
+
+
+@command
+def main(argv: Sequence[str]) -> int:
+    usage = "%(prog)s [CONFIG] [--rows N] [--most N] [--html FILE] [--table.key value ...]"
+    parser = make_parser(__doc__, prog="python -m torchtitan_graph.data", usage=usage)
+    parser.add_argument("--rows", type=int, default=3, help="rows to show")
+    parser.add_argument("--most", type=int, default=4096, help="rows to count, at most")
+    parser.add_argument("--html", type=Path, help="page to write, in place of the terminal")
+    words = list(argv)
+    file = ["--job.config_file", words.pop(0)] if words and not words[0].startswith("-") else []
+    options, others = read_beside(parser, words)
+    config = load([*file, *others])
+    tokenizer = load_tokenizer(config.model.hf_assets_path)
+    data = open_training_data(config, tokenizer)
+    rows, room = read_rows(data, max(options.most, options.rows))
+    lines = summary(rows, room, data, is_all=len(rows) < max(options.most, options.rows))
+    if options.html:
+        write_html(options.html, rows[: options.rows], lines, tokenizer)
+        logger.info(f"wrote {options.html}")
+    else:
+        in_colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+        print("\n".join([*show(rows[: options.rows], tokenizer, in_colour), *lines]))
+    return 0
+
+
+if __name__ == "__main__":
+    run_command(main)

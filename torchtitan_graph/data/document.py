@@ -1,0 +1,20 @@
+"""Documents: what a corpus consists of."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Tokens(NamedTuple):
+    """A document as it is packed: nothing is added at its ends.
+
+    ids        token ids, int64 (n,)
+    is_target  whether the model learns to predict each token, bool (n,); the first is never predicted
+    """
+
+    ids: np.ndarray
+    is_target: np.ndarray
+
+
+# A text; or its token ids, without bos and eos, which packing adds; or all its tokens.
+Document = str | np.ndarray | Tokens

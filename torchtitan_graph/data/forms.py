@@ -1,0 +1,244 @@
+"""The forms in which rows of JSON lines and tables hold documents: text, conversations, prompts with completions."""
+
+import dataclasses
+import functools
+import json
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import numpy as np
+
+from torchtitan_graph.config import job
+from torchtitan_graph.config.columns import COLUMNS
+from torchtitan_graph.config.option import did_you_mean
+from torchtitan_graph.data.chat import ChatTemplate, messages_of
+from torchtitan_graph.data.document import Document, Tokens
+from torchtitan_graph.data.tokenizer import Tokenizer
+from torchtitan_graph.errors import UserError
+
+_OLDER = "conversations"
+_KINDS = {list: "a list", dict: "an object", int: "a number", float: "a number", bool: "a truth value"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """How the rows of a corpus are read as documents: the options of `[training]` of the same names, for one corpus.
+
+    tokenizer: of the documents; without it there is text only, and shards of token ids are refused.
+    """
+
+    tokenizer: Tokenizer | None = None
+    format: str | None = None
+    columns: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    loss_on: str = "assistant"
+    unclear_turns: str = "refuse"
+    chat_template: str | None = None
+    chat_date: str | None = None
+    skip_not_utf8: bool = False
+
+    @classmethod
+    def of(cls, training: job.Training, tokenizer: Tokenizer) -> "Reading":
+        """Return the reading that `[training]` describes."""
+        return cls(
+            tokenizer,
+            training.format,
+            training.columns,
+            training.loss_on,
+            training.unclear_turns,
+            training.chat_template,
+            training.chat_date,
+            training.skip_not_utf8,
+        )
+
+    def of_source(self, source: job.DataSource) -> "Reading":
+        """Return the reading of a corpus of a mixture, which may have a format and columns of its own."""
+        if source.format is None and not source.columns:
+            return self
+        return dataclasses.replace(self, format=source.format, columns=source.columns)
+
+    @functools.cached_property
+    def template(self) -> ChatTemplate:
+        """The template of conversations; raises UserError if the tokenizer has none."""
+        if self.tokenizer is None:
+            raise UserError("conversations have no text of their own: this reads text only; name the column of a text")
+        return ChatTemplate(self.tokenizer, self.chat_template, self.chat_date)
+
+    def form(self, columns: Collection[str], place: str) -> "Form":
+        """Return how rows with these columns are read; the columns tell, where neither format nor columns are set.
+
+        Raises UserError if they don't tell, or lack one that is needed.
+        """
+        kind = self._kind(columns, place)
+        names = {**COLUMNS[kind], **self.columns}
+        if kind == "chat" and "messages" not in self.columns and "messages" not in columns and _OLDER in columns:
+            names["messages"] = _OLDER
+        for part, name in names.items():
+            if name not in columns and part != "tools" or part in self.columns and name not in columns:
+                there = _shortened(sorted(columns))
+                if kind == "text" and not self.columns:
+                    raise UserError(
+                        f"{place}: no text under the key 'text'; there is {there}. Text, messages, conversations, or"
+                        " prompt and completion are found by themselves; name another column in training.columns,"
+                        " such as {text = 'content'}"
+                    )
+                hint = did_you_mean(name, columns, f"; there is {there}")
+                raise UserError(f"{place}: training.columns: {part} = {name!r} is no column of it{hint}")
+        if kind == "text":
+            return Text(names["text"])
+        if kind == "chat":
+            return Conversation(self, names["messages"], names["tools"] if names["tools"] in columns else None)
+        return Completion(self, names["prompt"], names["completion"])
+
+    def _kind(self, columns: Collection[str], place: str) -> str:
+        if self.format is not None:
+            return self.format
+        if self.columns:
+            return next(kind for kind, parts in COLUMNS.items() if self.columns.keys() <= parts.keys())
+        told = {
+            "text": "text" in columns,
+            "chat": "messages" in columns or _OLDER in columns,
+            "completion": "prompt" in columns and "completion" in columns,
+        }
+        found = [kind for kind, is_there in told.items() if is_there]
+        if len(found) > 1:
+            raise UserError(
+                f"{place}: its columns {_shortened(sorted(columns))} can be read as {' or '.join(found)}: choose by"
+                " training.format"
+            )
+        return found[0] if found else "text"
+
+
+@dataclasses.dataclass(frozen=True)
+class Text:
+    """A column of text: whole, it is one document, packed wherever rows end."""
+
+    column: str
+    is_whole = False
+
+    @property
+    def columns(self) -> list[str]:
+        return [self.column]
+
+    @property
+    def digest(self) -> str:
+        return self.column
+
+    def document(self, row: Mapping[str, Any], where: str) -> Document:
+        """Return a row's text; raise UserError if it has none."""
+        return _text(row, self.column, where)
+
+
+@dataclasses.dataclass(frozen=True)
+class Conversation:
+    """A column of messages, and perhaps one of the tools that they may call: packed as a whole."""
+
+    reading: Reading
+    messages: str
+    tools: str | None
+    is_whole = True
+
+    @property
+    def columns(self) -> list[str]:
+        return [self.messages, *([self.tools] if self.tools else [])]
+
+    @property
+    def digest(self) -> str:
+        reading = self.reading
+        return f"{self.columns} {reading.loss_on} {reading.unclear_turns} {reading.template.digest}"
+
+    def document(self, row: Mapping[str, Any], where: str) -> Document:
+        """Return a row's conversation as tokens; raise UserError with `where` if it can't be rendered."""
+        if self.messages not in row:
+            raise UserError(f"{where}: no messages under the key {self.messages!r}; there is {_shortened(sorted(row))}")
+        messages = messages_of(row[self.messages], where)
+        tools = _tools(row.get(self.tools), where) if self.tools else None
+        reading = self.reading
+        try:
+            return reading.template.tokens(messages, tools, reading.loss_on, reading.unclear_turns == "skip")
+        except UserError as error:
+            raise UserError(f"{where}: {error}") from error
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+    """Two columns, a prompt and its completion, as texts or as messages: packed as a whole, the loss on the completion.
+
+    Texts are tokenised each by itself, so that a prompt alone has the same tokens.
+    """
+
+    reading: Reading
+    prompt: str
+    completion: str
+    is_whole = True
+
+    @property
+    def columns(self) -> list[str]:
+        return [self.prompt, self.completion]
+
+    @property
+    def digest(self) -> str:
+        return f"{self.columns} {self.reading.loss_on}"
+
+    def document(self, row: Mapping[str, Any], where: str) -> Document:
+        """Return a row as tokens; raise UserError with `where` if it has no such texts or messages."""
+        prompt, completion, tokenizer = row.get(self.prompt), row.get(self.completion), self.reading.tokenizer
+        if isinstance(prompt, list) and isinstance(completion, list):
+            return self._conversation(prompt, completion, where)
+        texts = [_text(row, name, where) for name in self.columns]
+        assert tokenizer is not None, "documents are read where there is a tokenizer"
+        first, second = (tokenizer.encode(text) for text in texts)
+        begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+        ids = np.array([*begin, *first, *second, tokenizer.eos_id], np.int64)
+        is_target = np.ones(len(ids), bool)
+        if self.reading.loss_on != "all":
+            is_target[: len(begin) + len(first)] = False
+        return Tokens(ids, is_target)
+
+    def _conversation(self, prompt: list[Any], completion: list[Any], where: str) -> Tokens:
+        before, after = messages_of(prompt, f"{where}, prompt"), messages_of(completion, f"{where}, completion")
+        reading = self.reading
+        skip = reading.unclear_turns == "skip"
+        try:
+            whole = reading.template.tokens([*before, *after], None, reading.loss_on, skip)
+            if reading.loss_on != "assistant":
+                return whole
+            # Of the turns only those of the completion: what is learned of the whole, and not of the prompt.
+            of_prompt = reading.template.tokens(before, None, "assistant", skip=True)
+        except UserError as error:
+            raise UserError(f"{where}: {error}") from error
+        is_target = whole.is_target.copy()
+        is_target[: len(of_prompt.ids)] &= ~of_prompt.is_target[: len(is_target)]
+        return Tokens(whole.ids, is_target)
+
+
+Form = Text | Conversation | Completion
+
+
+def _text(row: Mapping[str, Any], column: str, where: str) -> str:
+    text = row.get(column)
+    if not isinstance(text, str):
+        if column in row:
+            found = f"the value of the key {column!r} is not text, but {_KINDS.get(type(text), 'null')}"
+        else:
+            found = f"no text under the key {column!r}; there is {_shortened(sorted(row))}"
+        raise UserError(f"{where}: {found}. Name the column that holds the text in training.columns")
+    # JSON can contain half a surrogate pair, which no encoding of text can.
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def _tools(tools: Any, where: str) -> list[Any] | None:
+    if isinstance(tools, str) and tools:
+        try:
+            tools = json.loads(tools)
+        except ValueError as error:
+            raise UserError(f"{where}: tools is text, and no JSON: {error}") from error
+    if not tools:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise UserError(f"{where}: tools must be a list of objects, each the JSON schema of a tool")
+    return tools
+
+
+def _shortened(names: list[str]) -> str:
+    text = repr(names)
+    return text if len(text) < 200 else f"{text[:200]}..., {len(names):,} keys"

@@ -1,0 +1,86 @@
+"""Documents of a user's class, by number."""
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from torchtitan_graph.config.own import find_own
+from torchtitan_graph.data.document import Document, Tokens
+from torchtitan_graph.data.forms import Reading
+from torchtitan_graph.errors import UserError
+
+_LOOKED_AT = 64  # documents whose content identifies the data
+
+
+def is_own(dataset: str) -> bool:
+    """Return whether the name of a corpus is that of a class, with its module."""
+    return "." in dataset and all(part.isidentifier() for part in dataset.split("."))
+
+
+class OwnSource:
+    """A `Source` of a class of the user's, which is called without arguments.
+
+    It has a length, and documents by number: a text; a row, such as {"messages": [...]}, read as rows of files are;
+    token ids, to which bos and eos are added; or a pair of token ids and whether each is learned, packed as it is. It
+    must be one that can be pickled, for worker processes, and give the same documents in every process. Data with the
+    same name, length and documents (64 are compared) count as the same when a run resumes.
+
+    Raises UserError if there is no such class, it has no length, or its first document is none of these.
+    """
+
+    def __init__(self, option: str, dotted_name: str, reading: Reading) -> None:
+        self._name, self._reading = f"{option} = {dotted_name!r}", reading
+        made = find_own(option, dotted_name)
+        if not isinstance(made, type) or not hasattr(made, "__len__") or not hasattr(made, "__getitem__"):
+            raise UserError(f"{self._name}: must be a class with a length and documents by number")
+        self._documents = made()
+        self._length = len(self._documents)
+        if not self._length:
+            raise UserError(f"{self._name}: has no documents")
+        first = self._documents[0]
+        self._form = reading.form(first, self._name) if isinstance(first, Mapping) else None
+        self.is_whole = isinstance(self[0], Tokens)
+        total = hashlib.sha256(f"{dotted_name} {self._length} {self._form and self._form.digest}".encode())
+        for number in range(0, self._length, -(-self._length // _LOOKED_AT)):
+            total.update(repr(self[number]).encode(errors="surrogatepass"))
+        self.digest = total.hexdigest()
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> Document:
+        found, where = self._documents[index], f"{self._name}, document {index}"
+        if isinstance(found, Mapping) and self._form is not None:
+            document = self._form.document(found, where)
+        elif isinstance(found, str):
+            document = found
+        elif isinstance(found, tuple) and len(found) == 2:
+            is_target = np.asarray(found[1])
+            document = Tokens(self._ids(found[0], where), is_target.astype(bool))
+            if is_target.ndim != 1 or len(is_target) != len(document.ids):
+                raise UserError(f"{where}: has {len(document.ids)} token ids, and {is_target.size} truth values for them")
+        else:
+            document = self._ids(found, where)
+        if index and isinstance(document, Tokens) != self.is_whole:
+            raise UserError(f"{where}: is of another kind than document 0")
+        return document
+
+    def identity(self, index: int) -> str:
+        return f"{self._name}:{index}"
+
+    def _ids(self, found: Any, where: str) -> np.ndarray:
+        try:
+            ids = np.asarray(found)
+        except ValueError as error:  # lists of different lengths
+            raise UserError(f"{where}: is no list of token ids: {error}") from error
+        if ids.ndim != 1 or len(ids) and ids.dtype.kind not in "iu":
+            raise UserError(
+                f"{where}: is {type(found).__name__}; it must be a text, a row, token ids, or a pair of token ids and"
+                " whether each is learned"
+            )
+        limit = self._reading.tokenizer.vocab_size if self._reading.tokenizer else 0
+        if len(ids) and not (0 <= ids.min() and ids.max() < limit):
+            raise UserError(f"{where}: its token ids are not all from 0 to {limit - 1}, those of the tokenizer")
+        return ids.astype(np.int64)

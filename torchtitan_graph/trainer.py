@@ -32,6 +32,7 @@ from torchtitan_graph.data.feed import Feed
 from torchtitan_graph.data.forms import Reading
 from torchtitan_graph.data.loader import DataLoader, build_dataloader, merge_states
 from torchtitan_graph.data.open_corpus import validation_corpus
+from torchtitan_graph.data.packing import Counts, in_words
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.forecast import check_fits, forecast
 from torchtitan_graph.log import logger
@@ -365,11 +366,14 @@ class Trainer:
     def _train_state(self) -> dict[str, Any]:
         parts: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(parts, self.train_data.state_dict())
+        data = merge_states(parts)
+        if left_out := in_words(Counts(*data["counted"])):
+            logger.info(f"the data so far: {'; '.join(left_out)}")
         return {
             "step": self.step,
             "tokens_seen": self.tokens_seen,
             "tokens_by_source": self.tokens_by_source,
-            "data": merge_states(parts),
+            "data": data,
             "rng": bytes(torch.get_rng_state().tolist()).hex(),
         }
 

@@ -22,6 +22,7 @@ from torchtitan_graph.config.load import load, read_beside
 from torchtitan_graph.data.batch import IGNORE_INDEX
 from torchtitan_graph.data.forms import Reading
 from torchtitan_graph.data.loader import DataLoader, build_dataloader
+from torchtitan_graph.data.packing import in_words
 from torchtitan_graph.data.tokenizer import Tokenizer, load_tokenizer
 from torchtitan_graph.log import logger
 
@@ -101,7 +102,7 @@ def summary(rows: list[list[Document]], room: int, data: DataLoader, is_all: boo
     """Return the counts of rows, a line each."""
     lengths = [len(document.ids) for row in rows for document in row]
     targets = sum(sum(document.is_target) for row in rows for document in row)
-    tokens, counts = sum(lengths), data.counts
+    tokens = sum(lengths)
     tenths = ", ".join(f"{q} % {np.percentile(lengths, q):,.0f}" for q in (10, 50, 90, 99, 100))
     lines = [
         f"rows: {len(rows):,}" + (" (one epoch)" if is_all else "; there are more, see --most"),
@@ -109,9 +110,7 @@ def summary(rows: list[list[Document]], room: int, data: DataLoader, is_all: boo
         f"tokens of a document, by percentile: {tenths}",
         f"rows are full to {tokens / room:.1%}",
     ]
-    said = (("cut at training.seq_len", counts.cut), ("dropped, as longer than it", counts.dropped))
-    said += (("left out, with nothing to learn", counts.without_target),)
-    return [*lines, *(f"conversations {what}: {number:,}" for what, number in said if number)]
+    return [*lines, *in_words(data.counts)]
 
 
 def write_html(file: Path, rows: list[list[Document]], lines: list[str], tokenizer: Tokenizer) -> None:

@@ -59,6 +59,12 @@ class Counts(NamedTuple):
         return Counts(*(a + b for a, b in zip(self, other, strict=True)))
 
 
+def in_words(counts: Counts) -> list[str]:
+    """Return what became of such documents, a text for each kind that there is."""
+    whats = ("cut at training.seq_len", "dropped, as longer than it", "left out, with nothing to learn")
+    return [f"conversations {what}: {number:,}" for what, number in zip(whats, counts, strict=True) if number]
+
+
 def open_lane(corpus: Corpus, tokenizer: Tokenizer, packing: Packing, number: int, cursor: Cursor) -> "Lane":
     """Return a lane's rows from a cursor on."""
     kind = WholeLane if corpus.is_whole(number) else Lane

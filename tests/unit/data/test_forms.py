@@ -1,0 +1,225 @@
+"""What rows of files are read as: told by their columns, or by options; and documents of a class of one's own."""
+
+import json
+import random
+import sys
+import types
+
+import numpy as np
+import pytest
+from templates import CHATML
+from test_chat import conversation, folder  # noqa: F401
+
+from torchtitan_graph.config import load
+from torchtitan_graph.config.check import check
+from torchtitan_graph.data import IGNORE_INDEX, build_dataloader, load_tokenizer, merge_states
+from torchtitan_graph.data.document import Tokens
+from torchtitan_graph.data.forms import Completion, Conversation, Reading, Text
+from torchtitan_graph.data.open_corpus import open_corpus
+from torchtitan_graph.data.tokenizer import ByteTokenizer
+from torchtitan_graph.errors import UserError
+
+BYTES = Reading(ByteTokenizer())
+
+
+@pytest.fixture
+def reading(folder, tmp_path):  # noqa: F811
+    (tmp_path / "a.jinja").write_text(CHATML)
+    return Reading(load_tokenizer(str(folder)), chat_template=str(tmp_path / "a.jinja"))
+
+
+@pytest.mark.parametrize(
+    ("columns", "expected"),
+    [
+        (["text", "id"], Text("text")),
+        (["messages"], Conversation(BYTES, "messages", None)),
+        (["messages", "tools"], Conversation(BYTES, "messages", "tools")),
+        (["conversations", "id"], Conversation(BYTES, "conversations", None)),
+        (["prompt", "completion"], Completion(BYTES, "prompt", "completion")),
+    ],
+)
+def test_columns_tell_the_form(columns, expected):
+    assert BYTES.form(columns, "here") == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "columns", "match"),
+    [
+        ({}, ["text", "messages"], "here: its columns .* can be read as text or chat: choose by training.format"),
+        ({}, ["content"], r"no text under the key 'text'; there is \['content'\].*training.columns"),
+        ({}, ["prompt"], "no text under the key 'text'"),
+        ({"format": "chat"}, ["text"], "messages = 'messages' is no column of it"),
+        ({"columns": {"prompt": "question", "completion": "anser"}}, ["question", "answer"], "did you mean answer"),
+        ({"columns": {"messages": "m", "tools": "t"}}, ["m"], "tools = 't' is no column"),
+    ],
+)
+def test_columns_that_do_not_tell_are_refused(options, columns, match):
+    with pytest.raises(UserError, match=match):
+        Reading(ByteTokenizer(), **options).form(columns, "here")
+
+
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [
+        (["--training.columns", "{promt = 'a'}"], "promt is nothing that is read; did you mean prompt"),
+        (["--training.columns", "{text = 5}"], "text must be the name of a column"),
+        (["--training.columns", "{text = 'a', prompt = 'b'}"], "are of different formats"),
+        (["--training.columns", "{text = 'a'}", "--training.format", "chat"], "not of the format 'chat'"),
+        (["--training.sources", "[{dataset='stdlib', columns={x='y'}}]"], "entry 1: columns: x is nothing"),
+        (["--training.format", "chats"], "did you mean chat"),
+        (["--training.chat_date", "2026-13-01"], "must be a day, such as 2026-01-31"),
+        (["--training.repeat", "false"], "set training.epochs = 1 in its place"),
+    ],
+)
+def test_wrong_options_are_refused(words, match):
+    with pytest.raises(UserError, match=match):
+        check(load(words), 1)
+
+
+def test_completions_are_learned_and_prompts_are_tokenised_as_alone():
+    form = BYTES.form(["prompt", "completion"], "here")
+    ids, is_target = form.document({"prompt": "1+1=", "completion": "2"}, "here")
+    assert ids.tolist() == [256, *b"1+1=", *b"2", 257]
+    assert is_target.tolist() == [False] * 5 + [True] * 2
+    everything = Reading(ByteTokenizer(), loss_on="all").form(["prompt", "completion"], "here")
+    assert everything.document({"prompt": "1+1=", "completion": "2"}, "here").is_target.all()
+    with pytest.raises(UserError, match="here: the value of the key 'completion' is not text, but null"):
+        form.document({"prompt": "a", "completion": None}, "here")
+
+
+def test_completions_of_messages_are_learned_and_turns_of_the_prompt_are_not(reading):
+    prompt = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    row = {"prompt": prompt, "completion": [{"role": "assistant", "content": "d"}]}
+    ids, is_target = reading.form(row, "here").document(row, "here")
+    assert reading.tokenizer.decode_all(ids[is_target].tolist()) == "d<|im_end|>"
+
+
+@pytest.mark.parametrize(("dp_degree", "num_workers"), [(1, 2), (2, 0)])
+def test_conversations_resume_at_any_number_of_ranks(reading, tmp_path, dp_degree, num_workers):
+    draw = random.Random(0)
+    lines = [json.dumps({"messages": conversation(draw)}) for _ in range(90)]
+    (tmp_path / "chat.jsonl").write_text("\n".join(lines))
+
+    def loaders(degree, workers=0):
+        return [
+            build_dataloader(
+                dataset="", dataset_path=str(tmp_path / "chat.jsonl"), split="train", tokenizer=reading.tokenizer,
+                reading=reading, seed=0, seq_len=64, local_batch_size=4 // degree, dp_rank=rank, dp_degree=degree,
+                num_workers=workers,
+            )
+            for rank in range(degree)
+        ]  # fmt: skip
+
+    def take(loaders, steps):
+        return [[row for each in loaders for row in zip(*(x.tolist() for x in next(each)))] for _ in range(steps)]
+
+    (one,) = loaders(1)
+    expected = take([one], 30)
+    assert max(epoch for _, epoch, *_ in one.state_dict()["lanes"]) >= 1
+    before = loaders(dp_degree, num_workers)
+    assert take(before, 13) == expected[:13]
+    state = json.loads(json.dumps(merge_states([loader.state_dict() for loader in before])))
+    (after,) = loaders(1)
+    after.load_state_dict(state)
+    assert take([after], 17) == expected[13:]
+    assert after.counts == one.counts != (0, 0, 0)  # some conversations are longer than a row
+
+
+def test_shards_of_conversations_give_the_same_rows(reading, tmp_path, monkeypatch):
+    import importlib.util
+
+    spec = importlib.util.spec_from_file_location("pretokenize", "scripts/pretokenize.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    draw = random.Random(0)
+    (tmp_path / "chat.jsonl").write_text("\n".join(json.dumps({"messages": conversation(draw)}) for _ in range(40)))
+    words = ["--dataset_path", str(tmp_path / "chat.jsonl"), "--hf_assets_path", str(reading.tokenizer.folder)]
+    words += ["--chat_template", reading.chat_template, "--out", str(tmp_path / "shards"), "--tokens_per_shard", "500"]
+    monkeypatch.setattr(sys, "argv", ["pretokenize.py", *words])
+    script.main()
+
+    def rows(path):
+        data = build_dataloader(dataset="", dataset_path=str(path), split="train", tokenizer=reading.tokenizer,
+                                reading=reading, seed=0, seq_len=64, local_batch_size=2, dp_rank=0, dp_degree=1)  # fmt: skip
+        return [next(data).labels_BL.tolist() for _ in range(20)]
+
+    assert rows(tmp_path / "shards") == rows(tmp_path / "chat.jsonl")
+    (targets,) = [path for path in (tmp_path / "shards").glob("targets-00000.npy")]
+    targets.unlink()
+    with pytest.raises(UserError, match="targets-00000.npy is missing"):
+        rows(tmp_path / "shards")
+
+
+def test_text_and_conversations_in_one_folder_are_refused(reading, tmp_path):
+    folder = tmp_path / "mixed"  # noqa: F811
+    folder.mkdir()
+    (folder / "a.jsonl").write_text('{"text": "a"}\n')
+    (folder / "b.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    with pytest.raises(UserError, match="can't be one corpus.*training.sources"):
+        open_corpus("", str(folder), "all", 0, BYTES)
+
+
+@pytest.fixture
+def own(monkeypatch):
+    """Return a function that makes a class with given documents importable."""
+
+    def make(documents) -> str:
+        members = {"__len__": lambda self: len(documents), "__getitem__": lambda self, index: documents[index]}
+        module = types.ModuleType("my_data")
+        module.Mine = type("Mine", (), members)
+        monkeypatch.setitem(sys.modules, "my_data", module)
+        return "my_data.Mine"
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("documents", "first"),
+    [
+        (["ab", "c"], "ab"),
+        ([[1, 2], [3]], [1, 2]),
+        ([np.array([1, 2]), np.array([3])], [1, 2]),
+        ([([1, 2], [False, True])] * 2, Tokens([1, 2], [False, True])),
+        ([{"text": "ab"}, {"text": "c"}], "ab"),
+    ],
+)
+def test_documents_of_a_class_of_one_s_own(own, documents, first):
+    corpus = open_corpus(own(documents), None, "all", 0, BYTES)
+    (found,) = [document for index, document in ((i, corpus.source[i]) for i in range(2)) if index == 0]
+    if isinstance(first, Tokens):
+        assert [x.tolist() for x in found] == list(first) and corpus.is_whole(0)
+    else:
+        assert (found.tolist() if isinstance(found, np.ndarray) else found) == first and not corpus.is_whole(0)
+
+
+@pytest.mark.parametrize(
+    ("documents", "match"),
+    [
+        ([], "has no documents"),
+        ([5], "document 0: is int; it must be a text, a row, token ids"),
+        ([[1.5]], "it must be a text"),
+        ([[300]], "its token ids are not all from 0 to 257"),
+        ([[[1], [2, 3]]], "is no list of token ids"),
+        ([([1, 2], [True])], "has 2 token ids, and 1 truth values"),
+        (["a", ([1], [True])], "document 1: is of another kind than document 0"),
+    ],
+)
+def test_wrong_documents_of_a_class_are_named(own, documents, match):
+    with pytest.raises(UserError, match=match):
+        corpus = open_corpus(own(documents), None, "all", 0, BYTES)
+        [corpus.source[index] for index in range(len(documents))]
+
+
+def test_what_is_no_class_of_documents_is_refused(own):
+    own([])
+    for name, match in (("my_data.Min", "did you mean Mine"), ("os.path", "a class with a length"), ("nowhere.X", "can't")):
+        with pytest.raises(UserError, match=match):
+            open_corpus(name, None, "all", 0, BYTES)
+
+
+def test_the_rows_of_a_class_reach_a_batch(own):
+    name = own([([1, 2, 3, 4], [False, False, True, True])] * 40)
+    data = build_dataloader(dataset=name, dataset_path=None, split="train", tokenizer=ByteTokenizer(), seed=0, seq_len=9,
+                            local_batch_size=1, dp_rank=0, dp_degree=1)  # fmt: skip
+    batch = next(data)
+    assert batch.labels_BL.tolist() == [[IGNORE_INDEX, 3, 4, IGNORE_INDEX] * 2 + [IGNORE_INDEX]]

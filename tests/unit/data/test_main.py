@@ -1,0 +1,37 @@
+"""`python -m torchtitan_graph.data` shows rows as the model sees them, and counts."""
+
+import json
+
+import pytest
+
+from torchtitan_graph.data.__main__ import main
+
+
+@pytest.fixture
+def words(tmp_path):
+    rows = [{"prompt": f"{n}+1=", "completion": str(n + 1)} for n in range(60)] + [{"prompt": "", "completion": "x" * 99}]
+    (tmp_path / "sums.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "job.toml").write_text(f'[training]\ndataset_path = "{tmp_path}/sums.jsonl"\nseq_len = 32\n')
+    return [str(tmp_path / "job.toml")]
+
+
+def test_rows_are_shown_with_what_is_learned_between_brackets(words, capsys):
+    assert main([*words, "--rows", "1"]) == 0
+    shown = capsys.readouterr().out
+    document = shown.splitlines()[1]
+    number = int(document.removeprefix("<bos>").partition("+")[0])
+    assert document == f"<bos>{number}+1=[[{number + 1}<eos>]]"
+    assert "(one epoch)" in shown and "conversations cut at training.seq_len: 1" in shown
+    assert "row 2" not in shown
+
+
+def test_rows_are_written_as_a_page(words, tmp_path):
+    assert main([*words, "--html", str(tmp_path / "rows.html"), "--most", "2"]) == 0
+    page = (tmp_path / "rows.html").read_text()
+    assert "<mark>" in page and "&lt;eos&gt;</mark>" in page and "there are more" in page
+
+
+def test_options_of_training_count_and_a_typo_is_refused(words, capsys):
+    assert main([*words, "--training.too_long", "drop"]) == 0
+    assert "dropped, as longer than it: 1" in capsys.readouterr().out
+    assert main([*words, "--training.too_lang", "drop"]) == 2

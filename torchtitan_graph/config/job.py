@@ -228,9 +228,7 @@ class DataSource:
 
     dataset: str | None = option(None, "As training.dataset.")
     dataset_path: str | None = option(None, "As training.dataset_path.")
-    format: str | None = option(
-        None, "As training.format.", choices=("text", "chat", "completion")
-    )
+    format: str | None = option(None, "As training.format.", choices=("text", "chat", "completion"))
     columns: dict[str, Any] = option({}, "As training.columns.")
     weight: float = option(1.0, "Its share of the rows, relative to the other weights.", minimum=0)
     name: str | None = option(None, "Its name in the metrics; not set: the last part of dataset_path, or dataset.")

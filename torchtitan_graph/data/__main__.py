@@ -135,7 +135,9 @@ def show(rows: list[list[Document]], tokenizer: Tokenizer, in_colour: bool) -> I
         for place, document in enumerate(row, 1):
             yield f"--- row {number}, document {place}: {len(document.ids):,} tokens, {sum(document.is_target):,} learned"
             runs = runs_of(document, tokenizer)
-            yield "".join(f"{begin}{text}{end}" if learned else f"{given}{text}{_PLAIN * in_colour}" for text, learned in runs)
+            yield "".join(
+                f"{begin}{text}{end}" if learned else f"{given}{text}{_PLAIN * in_colour}" for text, learned in runs
+            )
 
 
 @command

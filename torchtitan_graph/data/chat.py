@@ -242,7 +242,9 @@ def _common_prefix(one: str, other: str) -> str:
 def _difference(one: str, other: str) -> str:
     place = len(_common_prefix(one, other))
     shown = (repr(text[place : place + _SHOWN]) if text[place:] else "its end" for text in (one, other))
-    return "after {!r} there is {}, and {} in the whole conversation".format(one[max(0, place - _SHOWN) : place], *shown)
+    return "after {!r} there is {}, and {} in the whole conversation".format(
+        one[max(0, place - _SHOWN) : place], *shown
+    )
 
 
 def messages_of(found: Any, where: str) -> list[dict[str, Any]]:

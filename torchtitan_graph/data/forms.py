@@ -59,8 +59,7 @@ class Reading:
     @functools.cached_property
     def template(self) -> ChatTemplate:
         """The template of conversations; raises UserError if the tokenizer has none."""
-        if self.tokenizer is None:
-            raise UserError("conversations have no text of their own: this reads text only; name the column of a text")
+        assert self.tokenizer is not None, "checked where the form is chosen"
         return ChatTemplate(self.tokenizer, self.chat_template, self.chat_date)
 
     def form(self, columns: Collection[str], place: str) -> "Form":
@@ -69,6 +68,10 @@ class Reading:
         Raises UserError if they don't tell, or lack one that is needed.
         """
         kind = self._kind(columns, place)
+        if kind != "text" and self.tokenizer is None:
+            raise UserError(
+                f"{place}: holds conversations or completions; this reads text only: name the column of one"
+            )
         names = {**COLUMNS[kind], **self.columns}
         if kind == "chat" and "messages" not in self.columns and "messages" not in columns and _OLDER in columns:
             names["messages"] = _OLDER

@@ -193,7 +193,9 @@ def merge_states(states: list[dict[str, Any]]) -> dict[str, Any]:
     same = all({**state, **{key: first[key] for key in own}} == first for state in states)
     assert same, "ranks at different steps, or runs"
     lanes = [max(cursors) for cursors in zip(*(state["lanes"] for state in states), strict=True)]
-    counted = functools.reduce(Counts.__add__, [Counts(*state["counts"]) for state in states], Counts(*first["counted"]))
+    counted = functools.reduce(
+        Counts.__add__, [Counts(*state["counts"]) for state in states], Counts(*first["counted"])
+    )
     merged = {**first, "lanes": lanes, "counted": list(counted)}
     del merged["counts"]
     return merged

@@ -82,9 +82,7 @@ def open_mixture(sources: Sequence[job.DataSource], split: str, seed: int, readi
     return mixture
 
 
-def open_corpus(
-    dataset: str, dataset_path: str | None, split: str, seed: int, reading: Reading = Reading()
-) -> Corpus:
+def open_corpus(dataset: str, dataset_path: str | None, split: str, seed: int, reading: Reading = Reading()) -> Corpus:
     """Open a split of the corpus at `dataset_path`, or else of the one named `dataset`.
 
     split: "train" and "validation" have no document in common; "all" is the whole corpus.

@@ -60,7 +60,9 @@ class OwnSource:
             is_target = np.asarray(found[1])
             document = Tokens(self._ids(found[0], where), is_target.astype(bool))
             if is_target.ndim != 1 or len(is_target) != len(document.ids):
-                raise UserError(f"{where}: has {len(document.ids)} token ids, and {is_target.size} truth values for them")
+                raise UserError(
+                    f"{where}: has {len(document.ids)} token ids, and {is_target.size} truth values for them"
+                )
         else:
             document = self._ids(found, where)
         if index and isinstance(document, Tokens) != self.is_whole:

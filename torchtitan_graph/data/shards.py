@@ -86,7 +86,9 @@ class Shards:
             if not whole or len(ends) != len(keys) or np.any(np.diff(ends, prepend=0) < 0) or ends[-1] != len(tokens):
                 raise UserError(f"{_path(folder, 'ends', number)}: does not say where the documents of its shard end")
             if targets and (targets[0].dtype != np.uint8 or len(targets[0]) != len(tokens)):
-                raise UserError(f"{_path(folder, 'targets', number)}: does not say which tokens of its shard are learned")
+                raise UserError(
+                    f"{_path(folder, 'targets', number)}: does not say which tokens of its shard are learned"
+                )
 
     def _open(self) -> None:
         self._arrays = [[_map(Path(file.path)) for file in files] for files in self._files]
@@ -171,7 +173,9 @@ def write_shards(
     if not num_documents:
         raise UserError("the corpus has no documents")
     index = {**job, "shards": shard, "documents": num_documents, "tokens": num_tokens, "dtype": dtype.str}
-    _write(part / INDEX, json.dumps({**index, "files": _files_digest(part, shard, _names(is_whole))}, indent=1).encode())
+    _write(
+        part / INDEX, json.dumps({**index, "files": _files_digest(part, shard, _names(is_whole))}, indent=1).encode()
+    )
     os.rename(part, folder)
 
 

@@ -5,7 +5,8 @@ CHATML = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 QWEN2 = (
-    "{% if messages[0].role != 'system' %}<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n{% endif %}" + CHATML
+    "{% if messages[0].role != 'system' %}<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n{% endif %}"
+    + CHATML
 )
 # Earlier reasoning is dropped; the last turn has a block, empty where there is no reasoning.
 QWEN3 = """\
@@ -73,7 +74,9 @@ DEEPSEEK_V3 = """\
 {%- for message in messages %}
     {%- if message.role == 'system' %}{{- message.content }}
     {%- elif message.role == 'user' %}{{- '<｜User｜>' + message.content }}
-    {%- else %}{{- '<｜Assistant｜></think>' + message.content.split('</think>')[-1] + '<｜end▁of▁sentence｜>' }}{% endif %}
+    {%- else %}
+        {{- '<｜Assistant｜></think>' + message.content.split('</think>')[-1] + '<｜end▁of▁sentence｜>' }}
+    {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<｜Assistant｜></think>' }}{% endif %}"""
 # Channels; the last answer ends otherwise than those before.

@@ -12,8 +12,9 @@ from torchtitan_graph.data.chat import ChatTemplate, messages_of
 from torchtitan_graph.data.tokenizer import load_tokenizer
 from torchtitan_graph.errors import UserError
 
-WORDS = "tea is hot and the pot is old so we wait a while then pour it out slowly now ok\n\n1 23 ünï ☕ <think>".split(" ")
-NAMES = [name for name in TEMPLATES]
+WORDS = [*"tea is hot and the pot is old so we wait a while then pour it out slowly now 1 23 ünï ☕".split(), "ok\n\n1"]
+WORDS.append("<think>")
+NAMES = [*TEMPLATES]
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +25,10 @@ def folder(tmp_path_factory):
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=400, special_tokens=SPECIAL, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        vocab_size=400,
+        special_tokens=SPECIAL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
     tokenizer.train_from_iterator([" ".join(WORDS), "\n\n\n", "assistant\n user\n system\n"] * 3, trainer)
     tokenizer.save(str(path / "tokenizer.json"))
@@ -105,8 +109,12 @@ def test_tokens_are_those_of_transformers(folder, make_template, name, monkeypat
 def test_a_shifted_turn_would_be_found(make_template):
     """The negative control of the tests above."""
     template = make_template(CHATML)
-    template._said = lambda *args, found=template._said: (lambda span: type(span)(span.start, span.end - 10))(found(*args))
-    tokens = template.tokens([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], None, "all", False)
+    template._said = lambda *args, found=template._said: (lambda span: type(span)(span.start, span.end - 10))(
+        found(*args)
+    )
+    tokens = template.tokens(
+        [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], None, "all", False
+    )
     assert tokens.is_target.all()
     with pytest.raises(AssertionError):
         test_what_the_assistant_says_is_learned_with_its_end(lambda text: template, "qwen 2.5")

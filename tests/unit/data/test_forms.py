@@ -212,7 +212,11 @@ def test_wrong_documents_of_a_class_are_named(own, documents, match):
 
 def test_what_is_no_class_of_documents_is_refused(own):
     own([])
-    for name, match in (("my_data.Min", "did you mean Mine"), ("os.path", "a class with a length"), ("nowhere.X", "can't")):
+    for name, match in (
+        ("my_data.Min", "did you mean Mine"),
+        ("os.path", "a class with a length"),
+        ("nowhere.X", "can't"),
+    ):
         with pytest.raises(UserError, match=match):
             open_corpus(name, None, "all", 0, BYTES)
 

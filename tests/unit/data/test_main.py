@@ -9,7 +9,8 @@ from torchtitan_graph.data.__main__ import main
 
 @pytest.fixture
 def words(tmp_path):
-    rows = [{"prompt": f"{n}+1=", "completion": str(n + 1)} for n in range(60)] + [{"prompt": "", "completion": "x" * 99}]
+    rows = [{"prompt": f"{n}+1=", "completion": str(n + 1)} for n in range(60)]
+    rows += [{"prompt": "", "completion": "x" * 99} for _ in range(4)]
     (tmp_path / "sums.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "job.toml").write_text(f'[training]\ndataset_path = "{tmp_path}/sums.jsonl"\nseq_len = 32\n')
     return [str(tmp_path / "job.toml")]
@@ -21,7 +22,7 @@ def test_rows_are_shown_with_what_is_learned_between_brackets(words, capsys):
     document = shown.splitlines()[1]
     number = int(document.removeprefix("<bos>").partition("+")[0])
     assert document == f"<bos>{number}+1=[[{number + 1}<eos>]]"
-    assert "(one epoch)" in shown and "conversations cut at training.seq_len: 1" in shown
+    assert "(one epoch)" in shown and "conversations cut at training.seq_len: " in shown
     assert "row 2" not in shown
 
 
@@ -33,5 +34,5 @@ def test_rows_are_written_as_a_page(words, tmp_path):
 
 def test_options_of_training_count_and_a_typo_is_refused(words, capsys):
     assert main([*words, "--training.too_long", "drop"]) == 0
-    assert "dropped, as longer than it: 1" in capsys.readouterr().out
+    assert "dropped, as longer than it: " in capsys.readouterr().out
     assert main([*words, "--training.too_lang", "drop"]) == 2

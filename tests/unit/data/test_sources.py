@@ -248,7 +248,7 @@ CORRUPT = {
         (b'{"text": ["x"]}\n', "is not text, but a list.*training.columns"),
         (
             b'{"messages": []}\n',
-            "this reads text only; name the column",
+            "this reads text only: name the column",
         ),
         (b'{"text": "x", "n": ' + b"1" * 5000 + b"}\n", "line 1: is not JSON: a number of 5,000 digits"),
         (b"[" * 100_000 + b"]" * 100_000, "line 1: has lists or objects more than 100 deep"),

@@ -16,7 +16,7 @@ from torchtitan_graph.command import make_parser
 from torchtitan_graph.config.load import add_option
 from torchtitan_graph.data.corpus import ShuffledCorpus, document_key
 from torchtitan_graph.data.document import Document, Tokens
-from torchtitan_graph.data.forms import Reading
+from torchtitan_graph.data.forms import RowFormat
 from torchtitan_graph.data.open_corpus import open_corpus
 from torchtitan_graph.data.shards import write_shards
 from torchtitan_graph.data.sources import Source
@@ -82,7 +82,7 @@ def pretokenize(options: argparse.Namespace) -> None:
     Raises UserError for an invalid corpus, tokenizer or folder.
     """
     tokenizer = load_tokenizer(options.hf_assets_path, options.special_tokens)
-    reading = Reading(tokenizer, **{name: getattr(options, name) for name in READ_BY})
+    reading = RowFormat(tokenizer, **{name: getattr(options, name) for name in READ_BY})
     corpus = open_corpus(options.dataset, options.dataset_path, options.split, 0, reading)
     if not options.special_tokens:
         warn_of_special_tokens(corpus, tokenizer, options.dataset_path or options.dataset)

@@ -10,7 +10,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 
 from torchtitan_graph.config.load import add_option
 from torchtitan_graph.data.corpus import Corpus
-from torchtitan_graph.data.forms import Reading
+from torchtitan_graph.data.forms import RowFormat
 from torchtitan_graph.data.open_corpus import open_corpus
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import init_logging, logger
@@ -66,7 +66,7 @@ def main() -> None:
             options.dataset_path,
             "train",
             seed=0,
-            reading=Reading(format="text", columns=options.columns, skip_not_utf8=options.skip_not_utf8),
+            reading=RowFormat(format="text", columns=options.columns, skip_not_utf8=options.skip_not_utf8),
         )
         _make(options.out)
         tokenizer = train_tokenizer(itertools.islice(_texts(corpus), options.num_documents), options.vocab_size)

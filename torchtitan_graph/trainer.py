@@ -29,7 +29,7 @@ from torchtitan_graph.checkpoint import (
 from torchtitan_graph.checkpoint.folder import CHECKPOINTS
 from torchtitan_graph.config import dump_toml, job
 from torchtitan_graph.data.feed import Feed
-from torchtitan_graph.data.forms import Reading
+from torchtitan_graph.data.forms import RowFormat
 from torchtitan_graph.data.loader import DataLoader, build_dataloader, merge_states
 from torchtitan_graph.data.open_corpus import validation_corpus
 from torchtitan_graph.data.packing import Counts, in_words
@@ -419,7 +419,7 @@ def _open_corpus(
     return build_dataloader(
         **corpus,
         tokenizer=blueprint.tokenizer,
-        reading=Reading.of(blueprint.config.training, blueprint.tokenizer),
+        reading=RowFormat.of(blueprint.config.training, blueprint.tokenizer),
         seq_len=table.seq_len,
         alone=blueprint.config.training.one_document_per_row,
         multiple=job.ROW_MULTIPLE if isinstance(table, job.Training) and table.dynamic_seq_len else None,

@@ -249,8 +249,8 @@ class Training:
     dataset: str = option(
         "stdlib",
         "Name of the corpus: stdlib (the running Python's own sources, no download), c4 (from the Hugging Face hub),"
-        " another owner/name or owner/name:config of the hub, a dotted name of a class of your own, or any name together"
-        " with dataset_path.",
+        " another owner/name or owner/name:config of the hub, the dotted name of a class of your own, or any name"
+        " together with dataset_path.",
     )
     dataset_path: str | None = option(
         None,
@@ -285,8 +285,8 @@ class Training:
     )
     too_long: str = option(
         "cut",
-        "What becomes of a conversation or completion longer than seq_len. cut: its first seq_len tokens are kept; drop:"
-        " none are; refuse: an error.",
+        "What becomes of a conversation or completion longer than seq_len. cut: its first seq_len tokens are kept;"
+        " drop: none are; refuse: an error.",
         choices=("cut", "drop", "refuse"),
     )
     chat_template: str | None = option(

@@ -20,7 +20,7 @@ from torchtitan_graph.command import command, make_parser, run_command
 from torchtitan_graph.config import job
 from torchtitan_graph.config.load import load, read_beside
 from torchtitan_graph.data.batch import IGNORE_INDEX
-from torchtitan_graph.data.forms import Reading
+from torchtitan_graph.data.forms import RowFormat
 from torchtitan_graph.data.loader import DataLoader, build_dataloader
 from torchtitan_graph.data.packing import in_words
 from torchtitan_graph.data.tokenizer import Tokenizer, load_tokenizer
@@ -71,7 +71,7 @@ def open_training_data(config: job.JobConfig, tokenizer: Tokenizer) -> DataLoade
         sources=training.sources,
         split="train",
         tokenizer=tokenizer,
-        reading=Reading.of(training, tokenizer),
+        reading=RowFormat.of(training, tokenizer),
         seed=config.debug.seed or 0,
         seq_len=training.seq_len,
         multiple=job.ROW_MULTIPLE if training.dynamic_seq_len else None,
@@ -133,7 +133,8 @@ def show(rows: list[list[Document]], tokenizer: Tokenizer, in_colour: bool) -> I
     begin, given, end = (_LEARNED, _GIVEN, _PLAIN) if in_colour else ("[[", "", "]]")
     for number, row in enumerate(rows, 1):
         for place, document in enumerate(row, 1):
-            yield f"--- row {number}, document {place}: {len(document.ids):,} tokens, {sum(document.is_target):,} learned"
+            tokens, learned = len(document.ids), sum(document.is_target)
+            yield f"--- row {number}, document {place}: {tokens:,} tokens, {learned:,} learned"
             runs = runs_of(document, tokenizer)
             yield "".join(
                 f"{begin}{text}{end}" if learned else f"{given}{text}{_PLAIN * in_colour}" for text, learned in runs

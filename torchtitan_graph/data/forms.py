@@ -21,7 +21,7 @@ _KINDS = {list: "a list", dict: "an object", int: "a number", float: "a number",
 
 
 @dataclasses.dataclass(frozen=True)
-class Reading:
+class RowFormat:
     """How the rows of a corpus are read as documents: the options of `[training]` of the same names, for one corpus.
 
     tokenizer: of the documents; without it there is text only, and shards of token ids are refused.
@@ -37,7 +37,7 @@ class Reading:
     skip_not_utf8: bool = False
 
     @classmethod
-    def of(cls, training: job.Training, tokenizer: Tokenizer) -> "Reading":
+    def of(cls, training: job.Training, tokenizer: Tokenizer) -> "RowFormat":
         """Return the reading that `[training]` describes."""
         return cls(
             tokenizer,
@@ -50,7 +50,7 @@ class Reading:
             training.skip_not_utf8,
         )
 
-    def of_source(self, source: job.DataSource) -> "Reading":
+    def of_source(self, source: job.DataSource) -> "RowFormat":
         """Return the reading of a corpus of a mixture, which may have a format and columns of its own."""
         if source.format is None and not source.columns:
             return self
@@ -135,7 +135,7 @@ class Text:
 class Conversation:
     """A column of messages, and perhaps one of the tools that they may call: packed as a whole."""
 
-    reading: Reading
+    reading: RowFormat
     messages: str
     tools: str | None
     is_whole = True
@@ -169,7 +169,7 @@ class Completion:
     Texts are tokenised each by itself, so that a prompt alone has the same tokens.
     """
 
-    reading: Reading
+    reading: RowFormat
     prompt: str
     completion: str
     is_whole = True

@@ -9,7 +9,7 @@ from typing import Any
 from torchtitan_graph.data.corpus import Corpus, ShuffledCorpus, in_split, num_lanes, option_of, shuffled
 from torchtitan_graph.data.document import Document
 from torchtitan_graph.data.files import DataFile
-from torchtitan_graph.data.forms import Form, Reading
+from torchtitan_graph.data.forms import Form, RowFormat
 from torchtitan_graph.data.sources import Chain, Source, digest_files
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.patience import is_transient
@@ -21,7 +21,7 @@ _SHUFFLED_TOGETHER = 256  # documents of a stream; every lane that a process rea
 class Rows:
     """A document per row of a map-style dataset, which `datasets` memory-maps from Arrow files."""
 
-    def __init__(self, rows: Any, reading: Reading, name: str, digest: str) -> None:
+    def __init__(self, rows: Any, reading: RowFormat, name: str, digest: str) -> None:
         self._form: Form = reading.form(rows.column_names, name)
         self._rows, self._name = rows.select_columns(self._form.columns), name
         self.digest, self.is_whole = digest + self._form.digest, self._form.is_whole
@@ -42,7 +42,7 @@ class StreamedCorpus:
     A lane is resumed by reading up to its position again.
     """
 
-    def __init__(self, stream: Any, reading: Reading, name: str, split: str, seed: int) -> None:
+    def __init__(self, stream: Any, reading: RowFormat, name: str, split: str, seed: int) -> None:
         first = next(iter(stream.iter(batch_size=1)), None)  # not `take`: a lane's stream is sharded after it
         self._form: Form = reading.form(first or ["text"], name)
         self._stream, self._name = stream, name
@@ -74,7 +74,7 @@ class StreamedCorpus:
         return json.dumps(content, default=str)
 
 
-def open_parquet(file: Path, reading: Reading) -> Source:
+def open_parquet(file: Path, reading: RowFormat) -> Source:
     """Open a Parquet file; `datasets` writes it to its cache as Arrow first, once, for reading in any order."""
     datasets = _import_datasets(str(file))
     DataFile(file)  # raises for no regular file
@@ -90,7 +90,7 @@ def is_saved_dataset(path: Path) -> bool:
     return (path / "dataset_dict.json").exists() or (path / "state.json").exists()
 
 
-def open_saved(path: Path, reading: Reading, split: str, seed: int) -> Corpus:
+def open_saved(path: Path, reading: RowFormat, split: str, seed: int) -> Corpus:
     """Open a dataset written by `save_to_disk`. Its own splits (validation, or else test) are used."""
     datasets = _import_datasets(str(path))
     for name in ("dataset_dict.json", "state.json", "dataset_info.json"):
@@ -119,7 +119,7 @@ def open_saved(path: Path, reading: Reading, split: str, seed: int) -> Corpus:
     return ShuffledCorpus(rows("train" if split == "train" else held_out), "all", seed)
 
 
-def open_hub(name: str, reading: Reading, split: str, seed: int) -> Corpus:
+def open_hub(name: str, reading: RowFormat, split: str, seed: int) -> Corpus:
     """Stream a dataset of the hub, "owner/name" or "owner/name:config". Its own validation split is used."""
     datasets = _import_datasets(name)
     repository, _, config = name.partition(":")

@@ -14,7 +14,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchtitan_graph.config import job
 from torchtitan_graph.data.batch import IGNORE_INDEX, Batch
 from torchtitan_graph.data.corpus import Corpus
-from torchtitan_graph.data.forms import Reading
+from torchtitan_graph.data.forms import RowFormat
 from torchtitan_graph.data.mixture import Mixture, Origin
 from torchtitan_graph.data.open_corpus import open_corpus, open_mixture
 from torchtitan_graph.data.packing import Counts, Cursor, Lane, Packing, open_lane
@@ -208,7 +208,7 @@ def build_dataloader(
     split: str,
     tokenizer: Tokenizer,
     seed: int,
-    reading: Reading | None = None,
+    reading: RowFormat | None = None,
     sources: Sequence[job.DataSource] = (),
     **loading: Any,
 ) -> DataLoader:
@@ -220,7 +220,7 @@ def build_dataloader(
 
     Raises UserError if the corpus can't be found or read.
     """
-    reading = Reading(tokenizer) if reading is None else reading
+    reading = RowFormat(tokenizer) if reading is None else reading
     if sources:
         corpus: Corpus = open_mixture(sources, split, seed, reading)
     else:

@@ -11,7 +11,7 @@ from typing import Any
 from torchtitan_graph.config import JobConfig, job
 from torchtitan_graph.config.job import source_name
 from torchtitan_graph.data.corpus import Corpus, ShuffledCorpus, option_of
-from torchtitan_graph.data.forms import Reading
+from torchtitan_graph.data.forms import RowFormat
 from torchtitan_graph.data.hugging_face import is_saved_dataset, open_hub, open_parquet, open_saved
 from torchtitan_graph.data.mixture import Mixture
 from torchtitan_graph.data.own import OwnSource, is_own
@@ -22,6 +22,7 @@ from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
 from torchtitan_graph.patience import refuse_unreadable
 
+TEXT = RowFormat()  # rows with a column of text, for tools without a tokenizer
 _NAMES = ("stdlib", "c4", "c4_validation", "c4_test")
 # fmt: off
 TEXT_SUFFIXES = {
@@ -63,7 +64,7 @@ def _place(path: str, option: str) -> Path:
             raise UserError(f"{option} = {path!r}: is not a place: {error}") from error
 
 
-def open_mixture(sources: Sequence[job.DataSource], split: str, seed: int, reading: Reading) -> Mixture:
+def open_mixture(sources: Sequence[job.DataSource], split: str, seed: int, reading: RowFormat) -> Mixture:
     """Open a split of every entry of `training.sources`; raise UserError with the entry as `open_corpus` would."""
     corpora: dict[str, Corpus] = {}
     for number, source in enumerate(sources, 1):
@@ -82,7 +83,7 @@ def open_mixture(sources: Sequence[job.DataSource], split: str, seed: int, readi
     return mixture
 
 
-def open_corpus(dataset: str, dataset_path: str | None, split: str, seed: int, reading: Reading = Reading()) -> Corpus:
+def open_corpus(dataset: str, dataset_path: str | None, split: str, seed: int, reading: RowFormat = TEXT) -> Corpus:
     """Open a split of the corpus at `dataset_path`, or else of the one named `dataset`.
 
     split: "train" and "validation" have no document in common; "all" is the whole corpus.
@@ -145,12 +146,12 @@ def _check_name(dataset: str, split: str) -> None:
     nearest = difflib.get_close_matches(dataset, _NAMES, n=1)
     raise UserError(
         f"{option} = {dataset!r} is not a corpus{f'; did you mean {nearest[0]!r}?' if nearest else '.'} Legal are"
-        f" {', '.join(_NAMES)}, a dataset of the Hugging Face hub as 'owner/name' or 'owner/name:config', a class of your"
-        f" own as 'my_package.MyData', and any name together with {option}_path."
+        f" {', '.join(_NAMES)}, a dataset of the Hugging Face hub as 'owner/name' or 'owner/name:config', a class of"
+        f" your own as 'my_package.MyData', and any name together with {option}_path."
     )
 
 
-def _open_shards(path: Path, split: str, seed: int, reading: Reading) -> Corpus:
+def _open_shards(path: Path, split: str, seed: int, reading: RowFormat) -> Corpus:
     shards = Shards(path, reading.tokenizer)
     if split == "all" or split in shards.splits:
         return ShuffledCorpus(shards, split if len(shards.splits) > 1 else "all", seed)
@@ -177,7 +178,7 @@ def _open_stdlib() -> Source:
     return TextFiles(root, readable)
 
 
-def _open_path(path: Path, reading: Reading) -> Source:
+def _open_path(path: Path, reading: RowFormat) -> Source:
     """Open one text, JSON lines or Parquet file, or all of these in a folder, at any depth, by name."""
     if path.is_dir():
         return _open_folder(path, reading)
@@ -188,7 +189,7 @@ def _open_path(path: Path, reading: Reading) -> Source:
     return TextPieces(path, reading.skip_not_utf8)
 
 
-def _open_folder(root: Path, reading: Reading) -> Source:
+def _open_folder(root: Path, reading: RowFormat) -> Source:
     files = []
     for folder, folders, names in os.walk(root, onerror=_raise):
         folders[:] = [name for name in folders if not name.startswith((".", "__pycache__"))]

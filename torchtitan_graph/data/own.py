@@ -8,7 +8,7 @@ import numpy as np
 
 from torchtitan_graph.config.own import find_own
 from torchtitan_graph.data.document import Document, Tokens
-from torchtitan_graph.data.forms import Reading
+from torchtitan_graph.data.forms import RowFormat
 from torchtitan_graph.errors import UserError
 
 _LOOKED_AT = 64  # documents whose content identifies the data
@@ -30,7 +30,7 @@ class OwnSource:
     Raises UserError if there is no such class, it has no length, or its first document is none of these.
     """
 
-    def __init__(self, option: str, dotted_name: str, reading: Reading) -> None:
+    def __init__(self, option: str, dotted_name: str, reading: RowFormat) -> None:
         self._name, self._reading = f"{option} = {dotted_name!r}", reading
         made = find_own(option, dotted_name)
         if not isinstance(made, type) or not hasattr(made, "__len__") or not hasattr(made, "__getitem__"):
@@ -83,6 +83,6 @@ class OwnSource:
                 " whether each is learned"
             )
         limit = self._reading.tokenizer.vocab_size if self._reading.tokenizer else 0
-        if len(ids) and not (0 <= ids.min() and ids.max() < limit):
+        if len(ids) and (ids.min() < 0 or ids.max() >= limit):
             raise UserError(f"{where}: its token ids are not all from 0 to {limit - 1}, those of the tokenizer")
         return ids.astype(np.int64)

@@ -17,7 +17,7 @@ import numpy as np
 
 from torchtitan_graph.data.document import Document, Tokens
 from torchtitan_graph.data.files import DataFile
-from torchtitan_graph.data.forms import Form, Reading
+from torchtitan_graph.data.forms import Form, RowFormat
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
 from torchtitan_graph.small_files import BadFile, parse_json
@@ -187,7 +187,7 @@ class JsonLines(_Texts):
     from its beginning, so it is unpacked into a temporary file first, which is deleted with the source.
     """
 
-    def __init__(self, file: Path, reading: Reading) -> None:
+    def __init__(self, file: Path, reading: RowFormat) -> None:
         self._file, self.skip_not_utf8 = str(file), reading.skip_not_utf8
         self._data = packed = DataFile(file)
         digest = digest_files(file.parent, [file])

@@ -12,8 +12,22 @@ from torchtitan_graph.data.chat import ChatTemplate, messages_of
 from torchtitan_graph.data.tokenizer import load_tokenizer
 from torchtitan_graph.errors import UserError
 
-WORDS = [*"tea is hot and the pot is old so we wait a while then pour it out slowly now 1 23 ünï ☕".split(), "ok\n\n1"]
-WORDS.append("<think>")
+WORDS = [
+    "tea",
+    "is",
+    "hot",
+    "and",
+    "the pot",
+    "is old",
+    "so we wait",
+    "a while",
+    "1",
+    "23",
+    "ünï",
+    "☕",
+    "ok\n\n1",
+    "<think>",
+]
 NAMES = [*TEMPLATES]
 
 

@@ -14,18 +14,18 @@ from torchtitan_graph.config import load
 from torchtitan_graph.config.check import check
 from torchtitan_graph.data import IGNORE_INDEX, build_dataloader, load_tokenizer, merge_states
 from torchtitan_graph.data.document import Tokens
-from torchtitan_graph.data.forms import Completion, Conversation, Reading, Text
+from torchtitan_graph.data.forms import Completion, Conversation, RowFormat, Text
 from torchtitan_graph.data.open_corpus import open_corpus
 from torchtitan_graph.data.tokenizer import ByteTokenizer
 from torchtitan_graph.errors import UserError
 
-BYTES = Reading(ByteTokenizer())
+BYTES = RowFormat(ByteTokenizer())
 
 
 @pytest.fixture
 def reading(folder, tmp_path):  # noqa: F811
     (tmp_path / "a.jinja").write_text(CHATML)
-    return Reading(load_tokenizer(str(folder)), chat_template=str(tmp_path / "a.jinja"))
+    return RowFormat(load_tokenizer(str(folder)), chat_template=str(tmp_path / "a.jinja"))
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_columns_tell_the_form(columns, expected):
 )
 def test_columns_that_do_not_tell_are_refused(options, columns, match):
     with pytest.raises(UserError, match=match):
-        Reading(ByteTokenizer(), **options).form(columns, "here")
+        RowFormat(ByteTokenizer(), **options).form(columns, "here")
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_completions_are_learned_and_prompts_are_tokenised_as_alone():
     ids, is_target = form.document({"prompt": "1+1=", "completion": "2"}, "here")
     assert ids.tolist() == [256, *b"1+1=", *b"2", 257]
     assert is_target.tolist() == [False] * 5 + [True] * 2
-    everything = Reading(ByteTokenizer(), loss_on="all").form(["prompt", "completion"], "here")
+    everything = RowFormat(ByteTokenizer(), loss_on="all").form(["prompt", "completion"], "here")
     assert everything.document({"prompt": "1+1=", "completion": "2"}, "here").is_target.all()
     with pytest.raises(UserError, match="here: the value of the key 'completion' is not text, but null"):
         form.document({"prompt": "a", "completion": None}, "here")
@@ -111,7 +111,8 @@ def test_conversations_resume_at_any_number_of_ranks(reading, tmp_path, dp_degre
         ]  # fmt: skip
 
     def take(loaders, steps):
-        return [[row for each in loaders for row in zip(*(x.tolist() for x in next(each)))] for _ in range(steps)]
+        rows = lambda batch: zip(*(x.tolist() for x in batch), strict=True)  # noqa: E731
+        return [[row for each in loaders for row in rows(next(each))] for _ in range(steps)]
 
     (one,) = loaders(1)
     expected = take([one], 30)
@@ -139,8 +140,10 @@ def test_shards_of_conversations_give_the_same_rows(reading, tmp_path, monkeypat
     script.main()
 
     def rows(path):
-        data = build_dataloader(dataset="", dataset_path=str(path), split="train", tokenizer=reading.tokenizer,
-                                reading=reading, seed=0, seq_len=64, local_batch_size=2, dp_rank=0, dp_degree=1)  # fmt: skip
+        data = build_dataloader(
+            dataset="", dataset_path=str(path), split="train", tokenizer=reading.tokenizer, reading=reading, seed=0,
+            seq_len=64, local_batch_size=2, dp_rank=0, dp_degree=1,
+        )  # fmt: skip
         return [next(data).labels_BL.tolist() for _ in range(20)]
 
     assert rows(tmp_path / "shards") == rows(tmp_path / "chat.jsonl")
@@ -223,7 +226,9 @@ def test_what_is_no_class_of_documents_is_refused(own):
 
 def test_the_rows_of_a_class_reach_a_batch(own):
     name = own([([1, 2, 3, 4], [False, False, True, True])] * 40)
-    data = build_dataloader(dataset=name, dataset_path=None, split="train", tokenizer=ByteTokenizer(), seed=0, seq_len=9,
-                            local_batch_size=1, dp_rank=0, dp_degree=1)  # fmt: skip
+    data = build_dataloader(
+        dataset=name, dataset_path=None, split="train", tokenizer=ByteTokenizer(), seed=0, seq_len=9,
+        local_batch_size=1, dp_rank=0, dp_degree=1,
+    )  # fmt: skip
     batch = next(data)
     assert batch.labels_BL.tolist() == [[IGNORE_INDEX, 3, 4, IGNORE_INDEX] * 2 + [IGNORE_INDEX]]

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from torchtitan_graph.data import DataLoader, merge_states
-from torchtitan_graph.data.forms import Reading
+from torchtitan_graph.data.forms import RowFormat
 from torchtitan_graph.data.hugging_face import StreamedCorpus, open_hub
 from torchtitan_graph.data.open_corpus import open_corpus
 from torchtitan_graph.data.tokenizer import ByteTokenizer
@@ -29,26 +29,28 @@ def texts_of(corpus, epoch=0) -> list[str]:
 
 
 def test_lanes_share_out_the_shards(stream):
-    corpus = StreamedCorpus(stream, Reading(), "test", "all", seed=0)
+    corpus = StreamedCorpus(stream, RowFormat(), "test", "all", seed=0)
     assert corpus.num_lanes == 4
     assert len(texts_of(corpus)) == len(set(texts_of(corpus))) == 1500
 
 
 def test_a_stream_is_shuffled_anew_in_every_epoch(stream):
-    corpus = StreamedCorpus(stream, Reading(), "test", "all", seed=0)
+    corpus = StreamedCorpus(stream, RowFormat(), "test", "all", seed=0)
     assert texts_of(corpus, 0) != texts_of(corpus, 1)
     assert sorted(texts_of(corpus, 0)) == sorted(texts_of(corpus, 1))
 
 
 @pytest.mark.parametrize("start", [0, 1, 255, 256, 400, 599, 600])
 def test_a_stream_starts_anywhere(stream, start):
-    corpus = StreamedCorpus(stream, Reading(), "test", "train", seed=0)
+    corpus = StreamedCorpus(stream, RowFormat(), "test", "train", seed=0)
     whole = list(corpus.documents(0, 1, 0))
     assert list(corpus.documents(0, 1, start)) == [item for item in whole if item[0] >= start]
 
 
 def test_splits_of_a_stream_share_no_document(stream):
-    train, validation = (texts_of(StreamedCorpus(stream, Reading(), "", split, 0)) for split in ("train", "validation"))
+    train, validation = (
+        texts_of(StreamedCorpus(stream, RowFormat(), "", split, 0)) for split in ("train", "validation")
+    )
     assert len(train) + len(validation) == 1500
     assert not set(train) & set(validation)
     assert 0.03 < len(validation) / 1500 < 0.07
@@ -57,7 +59,7 @@ def test_splits_of_a_stream_share_no_document(stream):
 def test_streamed_rows_do_not_depend_on_workers_nor_on_an_interruption(stream):
     def loader(num_workers):
         return DataLoader(
-            StreamedCorpus(stream, Reading(), "test", "train", seed=0), ByteTokenizer(), seed=0, seq_len=64,
+            StreamedCorpus(stream, RowFormat(), "test", "train", seed=0), ByteTokenizer(), seed=0, seq_len=64,
             local_batch_size=4, dp_rank=0, dp_degree=1, num_workers=num_workers,
         )  # fmt: skip
 
@@ -71,7 +73,7 @@ def test_streamed_rows_do_not_depend_on_workers_nor_on_an_interruption(stream):
 
 def test_missing_column_of_a_stream_is_named(stream):
     with pytest.raises(UserError, match=r"text = 'content' is no column of it; there is \['text'\]"):
-        texts_of(StreamedCorpus(stream, Reading(columns={"text": "content"}), "test", "all", seed=0))
+        texts_of(StreamedCorpus(stream, RowFormat(columns={"text": "content"}), "test", "all", seed=0))
 
 
 def save(path, **parts) -> str:
@@ -113,7 +115,7 @@ def test_a_row_of_a_stream_without_text_is_refused(tmp_path):
     )
     for split in ("all", "train"):
         with pytest.raises(UserError, match="test: the value of the key 'text' is not text, but null"):
-            texts_of(StreamedCorpus(stream, Reading(), "test", split, seed=0))
+            texts_of(StreamedCorpus(stream, RowFormat(), "test", split, seed=0))
 
 
 DAMAGES = {
@@ -152,6 +154,6 @@ def test_which_split_of_the_hub_is_streamed(monkeypatch, stream, own_splits, spl
     asked = []
     monkeypatch.setattr(datasets, "get_dataset_split_names", lambda *names: own_splits)
     monkeypatch.setattr(datasets, "load_dataset", lambda *names, **options: asked.append((names, options)) or stream)
-    corpus = open_hub("owner/name:config", Reading(), split, seed=0)
+    corpus = open_hub("owner/name:config", RowFormat(), split, seed=0)
     assert asked == [(("owner/name", "config"), {"split": part, "streaming": True})]
-    assert sorted(texts_of(corpus)) == sorted(texts_of(StreamedCorpus(stream, Reading(), "", used, 0)))
+    assert sorted(texts_of(corpus)) == sorted(texts_of(StreamedCorpus(stream, RowFormat(), "", used, 0)))

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from torchtitan_graph.data import sources
 from torchtitan_graph.data.files import DataFile
-from torchtitan_graph.data.forms import Reading
+from torchtitan_graph.data.forms import RowFormat
 from torchtitan_graph.data.open_corpus import open_corpus
 from torchtitan_graph.data.sources import JsonLines, TextFiles, TextPieces, digest_files
 from torchtitan_graph.errors import UserError
@@ -226,7 +226,7 @@ def test_c4_test_is_the_embedded_corpus_with_a_notice(caplog, monkeypatch):
 def test_unpacked_gzip_goes_with_its_source(tmp_path):
     file = tmp_path / "a.jsonl.gz"
     file.write_bytes(gzip.compress(jsonl(TEXTS)))
-    source = JsonLines(file, Reading())
+    source = JsonLines(file, RowFormat())
     unpacked = Path(source._data.path)
     assert unpacked.exists()
     del source
@@ -236,7 +236,7 @@ def test_unpacked_gzip_goes_with_its_source(tmp_path):
 
 def test_half_a_surrogate_pair_is_replaced(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "x \\ud83d y"}\n')
-    assert JsonLines(tmp_path / "a.jsonl", Reading())[0] == "x \ufffd y"
+    assert JsonLines(tmp_path / "a.jsonl", RowFormat())[0] == "x \ufffd y"
 
 
 CORRUPT = {
@@ -306,7 +306,7 @@ def test_what_is_not_utf8_is_named_together_or_left_out(tmp_path, monkeypatch, c
     with pytest.raises(UserError, match=many if small else r"\.txt: not UTF-8 at byte 3.*skip_not_utf8"):
         list(open_corpus("", str(tmp_path), "all", seed=0).documents(0, 0, 0))
     caplog.clear()
-    corpus = open_corpus("", str(tmp_path), "all", seed=0, reading=Reading(skip_not_utf8=True))
+    corpus = open_corpus("", str(tmp_path), "all", seed=0, reading=RowFormat(skip_not_utf8=True))
     assert sorted(text for _, text in corpus.documents(0, 0, 0)) == [""] * 15 + ["tea"] * 15
     assert len(caplog.records) == 1 and "left out" in caplog.text
 
@@ -317,7 +317,7 @@ def test_nothing_is_left_where_nothing_is_utf8(tmp_path, name):
         (tmp_path / name).mkdir()
     ((tmp_path / name / "a.txt") if name == "folder" else tmp_path / name).write_bytes(b"\xff\xff\xff")
     with pytest.raises(UserError, match="No document is left"):
-        open_corpus("", str(tmp_path / name), "all", seed=0, reading=Reading(skip_not_utf8=True))
+        open_corpus("", str(tmp_path / name), "all", seed=0, reading=RowFormat(skip_not_utf8=True))
 
 
 FILES = {
@@ -374,7 +374,7 @@ def test_names_that_are_not_utf8_are_names(tmp_path):
 def test_a_corrupt_line_of_a_large_corpus_is_named_when_its_turn_comes(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "SMALL_CORPUS_BYTES", 0)
     (tmp_path / "a.jsonl").write_text('{"text": "x"}\n{"text"\n')
-    source = JsonLines(tmp_path / "a.jsonl", Reading())
+    source = JsonLines(tmp_path / "a.jsonl", RowFormat())
     with pytest.raises(UserError, match=r"a\.jsonl, line 2: is not JSON"):
         source[1]
 
@@ -383,12 +383,12 @@ def test_missing_column_of_parquet_is_named(tmp_path):
     pytest.importorskip("datasets")
     write_parquet(tmp_path / "a.parquet")
     with pytest.raises(UserError, match=r"a\.parquet: training.columns: text = 'content' is no column of it"):
-        open_corpus("", str(tmp_path / "a.parquet"), "train", seed=0, reading=Reading(columns={"text": "content"}))
+        open_corpus("", str(tmp_path / "a.parquet"), "train", seed=0, reading=RowFormat(columns={"text": "content"}))
 
 
 def test_another_text_column(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"content": "x"}\n')
-    corpus = open_corpus("", str(tmp_path / "a.jsonl"), "all", seed=0, reading=Reading(columns={"text": "content"}))
+    corpus = open_corpus("", str(tmp_path / "a.jsonl"), "all", seed=0, reading=RowFormat(columns={"text": "content"}))
     assert list(corpus.documents(0, 0, 0)) == [(0, "x")]
 
 

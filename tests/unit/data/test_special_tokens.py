@@ -9,7 +9,7 @@ import pytest
 from torchtitan_graph.config.job import DataSource
 from torchtitan_graph.data import build_dataloader, load_tokenizer
 from torchtitan_graph.data.corpus import ShuffledCorpus
-from torchtitan_graph.data.forms import Reading
+from torchtitan_graph.data.forms import RowFormat
 from torchtitan_graph.data.open_corpus import open_mixture
 from torchtitan_graph.data.shards import Shards
 from torchtitan_graph.data.special_tokens import warn_of_special_tokens
@@ -48,7 +48,7 @@ def test_special_tokens_in_text_are_told_with_what_to_do(chat, warnings):
 def test_each_corpus_of_a_mixture_is_looked_at(chat, warnings, tmp_path):
     (tmp_path / "plain.jsonl").write_text('{"text": "plain"}\n' * 40)
     sources = [DataSource(dataset_path=str(path)) for path in (tmp_path / "plain.jsonl", chat)]
-    open_mixture(sources, "train", 0, Reading(load_tokenizer(SMALL)))
+    open_mixture(sources, "train", 0, RowFormat(load_tokenizer(SMALL)))
     (line,) = warnings()
     assert line.startswith("training.sources, entry 2: ")
 
@@ -91,8 +91,9 @@ def test_shards_may_hold_special_tokens_of_text(chat, tmp_path, warnings):
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
     options = dict(
-        dataset="", dataset_path=str(chat), hf_assets_path=SMALL, split="train", format=None, columns={}, loss_on="assistant",
-        unclear_turns="refuse", chat_template=None, chat_date=None, skip_not_utf8=False, num_documents=None, num_workers=0, tokens_per_shard=100,
+        dataset="", dataset_path=str(chat), hf_assets_path=SMALL, split="train", format=None, columns={},
+        loss_on="assistant", unclear_turns="refuse", chat_template=None, chat_date=None, skip_not_utf8=False,
+        num_documents=None, num_workers=0, tokens_per_shard=100,
     )  # fmt: skip
     for name, special_tokens in (("text", False), ("tokens", True)):
         script.pretokenize(argparse.Namespace(**options, out=tmp_path / name, special_tokens=special_tokens))

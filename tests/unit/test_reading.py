@@ -5,16 +5,16 @@ import math
 import pytest
 import torch
 
-from torchtitan_graph.steps.reading import Read, RowFormat
+from torchtitan_graph.steps.reading import Read, Reading
 
 GATHERED = torch.tensor([[0.25, 0, 0], [0.5, 2, 15]])  # of two ranks: loss, news, signal
 
 
 def test_numbers_arrive_as_they_are_and_counts_exact() -> None:
     num_tokens = torch.tensor(2**40 + 1)
-    reading = RowFormat(GATHERED, torch.tensor(1.5), num_tokens, torch.tensor([3, 2**40 - 2]))
+    reading = Reading(GATHERED, torch.tensor(1.5), num_tokens, torch.tensor([3, 2**40 - 2]))
     assert reading.wait() == Read([0.25, 0.5], [0, 2], 15, 1.5, 2**40 + 1, [3, 2**40 - 2])
-    assert RowFormat(GATHERED, torch.tensor(1.5), num_tokens).wait().by_source == []
+    assert Reading(GATHERED, torch.tensor(1.5), num_tokens).wait().by_source == []
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -22,7 +22,7 @@ def test_numbers_arrive_as_they_are_and_counts_exact() -> None:
 def test_a_step_stops_for_any_loss_and_for_the_norm(where: str, bad: float) -> None:
     gathered = GATHERED.clone()
     gathered[1, 0] = bad if where == "loss" else 0.5
-    reading = RowFormat(gathered, torch.tensor(bad if where == "norm" else 1.5), torch.tensor(8))
+    reading = Reading(gathered, torch.tensor(bad if where == "norm" else 1.5), torch.tensor(8))
     assert reading.stops.item() == (where != "neither") and reading.stops.dtype == torch.float32
 
 

@@ -1,7 +1,7 @@
 """Write and read tensors in a folder in the format of torch.distributed.checkpoint (DCP).
 
 DCP gets tensors and nothing else, each as a rank's box of it, so that a checkpoint of one layout can be read in any
-other. RowFormat runs no code from the folder: see metadata.py and stored_part.py.
+other. Reading runs no code from the folder: see metadata.py and stored_part.py.
 """
 
 import contextlib

@@ -205,7 +205,7 @@ class Rebinding(Block):
         return super().forward(x)
 
 
-class RowFormat(Block):
+class Reading(Block):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) if x.sum() > 0 else x
 
@@ -216,7 +216,7 @@ class Writing(Block):
         return super().forward(x)
 
 
-@pytest.mark.parametrize("kind", [Drawing, Rebinding, RowFormat, Writing])
+@pytest.mark.parametrize("kind", [Drawing, Rebinding, Reading, Writing])
 def test_an_error_inside_a_block_is_told_as_ever(kind: type[Block]) -> None:
     words = []
     for stamps in (True, False):

@@ -45,7 +45,7 @@ from transformers.integrations.moe import ExpertsInterface
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from torchtitan_graph.config.option import did_you_mean
+from torchtitan_graph.config.nearest import did_you_mean
 from torchtitan_graph.errors import UserError
 
 OURS = "torchtitan_graph"  # the name of our functions in its registries

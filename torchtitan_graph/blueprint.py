@@ -22,7 +22,7 @@ from torchtitan_graph.device import Target
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.forecast import Forecast, forecast
 from torchtitan_graph.log import logger
-from torchtitan_graph.metrics import check_profiling, check_wandb
+from torchtitan_graph.metrics import check_mlflow, check_profiling, check_wandb
 from torchtitan_graph.models.hf import check_weights, choose_model
 from torchtitan_graph.optim import build_optimizer, check_first_step, check_optimizer
 from torchtitan_graph.parallel.layout import ParallelDims
@@ -57,6 +57,7 @@ class Blueprint:
             UserError: it asks for something that is not supported, does not exist, or does not go together.
         """
         check_wandb(config.metrics.enable_wandb)
+        check_mlflow(config.metrics.enable_mlflow, Path(config.job.dump_folder))
         check_profiling(config.profiling)
         check_names(config)
         self.target = target or target_of(config)

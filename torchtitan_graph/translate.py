@@ -79,6 +79,7 @@ def rehearse(config: JobConfig) -> tuple[list[str], list[str]]:
         # The file may be for another machine: memory, GPUs and packages are left out.
         config.comm.mode = "fake_backend"
         config.profiling.enable_memory_snapshot = config.metrics.enable_wandb = False
+        config.metrics.enable_mlflow = False
         if anywhere := _refusal(config, world_size):
             refused.append(anywhere)
         else:

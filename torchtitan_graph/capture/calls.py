@@ -11,7 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import nn
 
-from torchtitan_graph.config.option import nearest
+from torchtitan_graph.config.nearest import nearest
 from torchtitan_graph.errors import UserError
 
 P = ParamSpec("P")

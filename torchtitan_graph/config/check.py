@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from torchtitan_graph.config import checkpoint, graph, quantize
 from torchtitan_graph.config.columns import find_wrong_column
 from torchtitan_graph.config.job import OPTIONS, JobConfig, Problem, get, is_set, lines, source_name, unused
-from torchtitan_graph.config.option import brief, did_you_mean
+from torchtitan_graph.config.nearest import did_you_mean
+from torchtitan_graph.config.option import brief
 from torchtitan_graph.config.resolve import one_line, problem_list
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.rates import RATES

@@ -53,6 +53,10 @@ class Metrics:
         "Log to Weights & Biases; with neither WANDB_API_KEY nor WANDB_MODE in the environment, to a folder in"
         " dump_folder only.",
     )
+    enable_mlflow: bool = option(
+        False,
+        "Log to MLflow, to a folder in dump_folder unless MLFLOW_TRACKING_URI in the environment names another place.",
+    )
     histogram_freq: int = option(
         0,
         "Steps between histograms of all parameters and gradients, with enable_tensorboard; 0: none.",

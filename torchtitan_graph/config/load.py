@@ -10,7 +10,8 @@ from typing import Any
 import torchtitan_graph
 from torchtitan_graph.config.job import OPTIONS, JobConfig
 from torchtitan_graph.config.manual import option_help
-from torchtitan_graph.config.option import brief, nearest
+from torchtitan_graph.config.nearest import nearest
+from torchtitan_graph.config.option import brief
 from torchtitan_graph.config.resolve import COMMAND_LINE, NAMES, Resolution, Setting, is_flag, problem_list, resolve
 from torchtitan_graph.config.support import REFUSED, RENAMED
 from torchtitan_graph.errors import UserError

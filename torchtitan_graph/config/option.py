@@ -1,18 +1,16 @@
 """One option: its type, default, legal values and help, declared as a dataclass field."""
 
 import dataclasses
-import difflib
 import math
 import re
 import types
 import typing
-from collections.abc import Iterable
 from typing import Any, Union
 
+from torchtitan_graph.config.nearest import did_you_mean
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.small_files import BadFile, parse_toml
 
-LIKE_ENOUGH = 0.75  # a letter of four is another
 KINDS = {
     bool: "true or false",
     int: "a whole number",
@@ -184,37 +182,6 @@ def options(table: type, prefix: str = "") -> dict[str, Option]:
             default = field.default if field.default is not dataclasses.MISSING else field.default_factory()  # type: ignore
             found[key] = Option(key, kind, optional, default, **field.metadata)
     return found
-
-
-def did_you_mean(name: str, names: Iterable[str], otherwise: str = "") -> str:
-    """Return the end of a message about an unknown name: the nearest known one, or `otherwise` if none is near."""
-    near = nearest(name, names)
-    return f"; did you mean {near}?" if near else otherwise
-
-
-def nearest(name: str, names: Iterable[str]) -> str | None:
-    """Return the known name most similar to a mistyped one, or None when none is: no hint is better than a false one.
-
-    A key without its table, or in a wrong one, is near; so is a name with other separators, or in other letters' case.
-    A long table's name makes any two of its keys alike, so what is meant must be like the key itself.
-    """
-    names = list(names)
-    if same_letters := [other for other in names if _letters(other) == _letters(name)]:
-        return same_letters[0]
-    leaf = name.rpartition(".")[2]
-    near = [other for other in names if other.rpartition(".")[2] == leaf]
-    near = near or [other for other in names if _likeness(other.rpartition(".")[2], leaf) >= LIKE_ENOUGH]
-    return max(near, key=lambda other: (_likeness(other, name), other), default=None)
-
-
-def _letters(name: str) -> str:
-    return re.sub(r"[-_.]", "", name.lower())
-
-
-def _likeness(name: str, other: str) -> float:
-    if len(name) > 3 * len(other) or len(other) > 3 * len(name):
-        return 0.0  # and nothing is compared at length
-    return difflib.SequenceMatcher(None, name, other).ratio()
 
 
 def show(value: Any) -> str:

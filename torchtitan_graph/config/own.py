@@ -4,7 +4,7 @@ import importlib
 import sys
 from typing import Any
 
-from torchtitan_graph.config.option import did_you_mean
+from torchtitan_graph.config.nearest import did_you_mean
 from torchtitan_graph.errors import UserError
 
 

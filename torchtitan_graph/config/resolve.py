@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 import torchtitan_graph
 from torchtitan_graph.config.job import OPTIONS, JobConfig, get, put
-from torchtitan_graph.config.option import brief, did_you_mean, nearest, show
+from torchtitan_graph.config.nearest import GENERIC, did_you_mean, nearest
+from torchtitan_graph.config.option import brief, show
 from torchtitan_graph.config.support import (
     CHANGED,
     FLAVOR_SUFFIXES,
@@ -19,6 +20,7 @@ from torchtitan_graph.config.support import (
     REFUSED,
     REMOVED_PASSES,
     RENAMED,
+    TABLES_ELSEWHERE,
     UNSUPPORTED,
     UNSUPPORTED_VALUES,
 )
@@ -26,8 +28,8 @@ from torchtitan_graph.errors import UserError
 
 MOST_TOLD = 30  # problems in one message
 COMMAND_LINE = "command line"
-TABLES = {key.rpartition(".")[0] for key in OPTIONS}
-NAMES = {*OPTIONS, *RENAMED, *UNSUPPORTED}
+TABLES = dict.fromkeys(key.rpartition(".")[0] for key in OPTIONS)
+NAMES = dict.fromkeys([*OPTIONS, *RENAMED, *UNSUPPORTED])  # of two names equally near the first is told
 
 
 class Setting(NamedTuple):
@@ -146,8 +148,10 @@ def _unknown(key: str) -> str:
     table, _, name = key.removeprefix("no_").rpartition(".")
     if key.startswith("no_") and (flag := f"{table}.{name}") in OPTIONS and is_flag(flag):
         return f"is not an option; did you mean --{table}.no-{name}?"
-    if known := NAMES_ELSEWHERE.get(key) or NAMES_ELSEWHERE.get(name):
+    if known := NAMES_ELSEWHERE.get(key) or (NAMES_ELSEWHERE.get(name) if name not in GENERIC else None):
         return f"is not an option; see {known}"
+    if (ours := f"{TABLES_ELSEWHERE.get(table, table)}.{name}") in OPTIONS:
+        return f"is not an option; did you mean {ours}?"
     near = nearest(key, [*NAMES, *TABLES] if "." not in key else NAMES)
     near = RENAMED.get(near or "", near)
     if near in OPTIONS or near in TABLES:  # never a name that would be refused, ignored or renamed in turn

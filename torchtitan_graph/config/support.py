@@ -242,52 +242,138 @@ RENAMED = {
 }
 
 # Options by their names in other trainers; values may differ in meaning. A name with a table stands for itself, one
-# without for that key in any table.
+# without for that key in any table, unless it says nothing without its table (`nearest.GENERIC`).
 NAMES_ELSEWHERE = {
     name: option
     for option, names in {
-        "training.steps": "max_iters max_steps num_iterations train_iters",
         "training.epochs": "num_epochs max_epochs num_train_epochs",
-        "optimizer.lr": "learning_rate peak_lr max_lr",
-        "optimizer.beta1": "adam_beta1",
+        "training.steps": "step steps max_iters max_steps num_iterations train_iters"
+        " train_steps num_steps max_train_steps num_training_steps num_train_steps",
+        "optimizer.lr": "learning_rate peak_lr max_lr base_lr init_lr initial_lr lr_max",
+        "optimizer.beta1": "adam_beta1 betas adam_betas",
         "optimizer.beta2": "adam_beta2",
-        "optimizer.eps": "adam_eps adam_epsilon",
-        "optimizer.name": "optim optimizer_type",
-        "training.local_batch_size": "per_device_train_batch_size micro_batch_size device_batch_size",
-        "training.global_batch_size": "gradient_accumulation_steps accumulate_grad_batches total_batch_size",
-        "training.seq_len": "block_size max_seq_length max_seq_len sequence_len sequence_length cutoff_len max_length"
-        " context_length model_max_length",
-        "training.max_norm": "grad_clip max_grad_norm gradient_clip gradient_clip_val clip_grad gradient_clipping",
-        "training.mixed_precision_param": "bf16 fp16 precision mixed_precision torch_dtype",
-        "training.dataset_path": "train_file train_data data_path data.path",
+        "optimizer.eps": "adam_eps adam_epsilon epsilon",
+        "optimizer.name": "optim optimizer_type optimizer_name optimizer.type",
+        "optimizer.options": "optim_args optimizer_kwargs",
+        "training.local_batch_size": "per_device_train_batch_size per_gpu_train_batch_size micro_batch_size"
+        " device_batch_size train_micro_batch_size_per_gpu micro_batch_size_per_gpu batch_size_per_device"
+        " per_device_batch_size mbs",
+        "training.global_batch_size": "gradient_accumulation_steps gradient_accumulation grad_accum grad_accum_steps"
+        " grad_acc_steps accumulation_steps accumulate_grad_batches total_batch_size train_batch_size gbs",
+        "training.seq_len": "block_size max_seq_length max_seq_len sequence_len sequence_length seq_length cutoff_len"
+        " max_length context_length context_len ctx_len n_ctx model_max_length max_packed_sequence_len"
+        " packed_sequence_size encoder_seq_length",
+        "training.columns": "text_column dataset_text_field prompt_column completion_column messages_column input_column",
+        "training.loss_on": "train_on_inputs assistant_only_loss completion_only_loss train_on_prompt roles_to_train",
+        "training.one_document_per_row": "packing packed sample_packing pack_sequences",
+        "training.max_norm": "grad_clip max_grad_norm gradient_clip gradient_clip_val clip_grad clip_grad_norm"
+        " grad_norm_clip clip_norm gradient_clipping",
+        "training.mixed_precision_param": "bf16 fp16 bfloat16 float16 half precision mixed_precision"
+        " mixed_precision_policy torch_dtype amp use_amp amp_dtype compute_dtype param_dtype",
+        "training.dtype": "weight_dtype master_dtype",
+        "training.dataset": "dataset_name",
+        "training.dataset_path": "train_file train_files train_data train_path train_data_path train_dir"
+        " training_data data_path data_dir data_file data_files dataset_dir data_root data.path data.train",
         "training.dataloader.num_workers": "dataloader_num_workers",
-        "lr_scheduler.warmup_steps": "warmup warmup_iters lr_warmup_steps warmup_ratio",
-        "lr_scheduler.decay_type": "lr_scheduler_type lr_decay_style lr_scheduler.type",
-        "lr_scheduler.min_lr_factor": "min_lr",
-        "lr_scheduler.total_steps": "lr_decay_iters",
-        "job.dump_folder": "output_dir out_dir save_dir",
-        "activation_checkpoint.mode": "gradient_checkpointing activation_checkpointing",
-        "checkpoint.interval": "save_steps save_interval save_every checkpoint.every",
-        "checkpoint.keep_latest_k": "save_total_limit",
-        "checkpoint.enable": "resume resume_from_checkpoint auto_resume",
-        "checkpoint.initial_load_path": "init_from",
-        "validation.freq": "eval_steps eval_interval eval_every val_check_interval eval.interval validation.interval",
-        "validation.steps": "eval_iters",
-        "metrics.log_freq": "logging_steps log_interval log_every",
-        "metrics.enable_wandb": "report_to wandb_log use_wandb wandb",
-        "metrics.enable_tensorboard": "tensorboard",
-        "model.hf_assets_path": "base_model model_name_or_path tokenizer_name tokenizer_name_or_path model.path",
-        "model.flavor": "n_layer n_layers num_layers n_head n_heads num_heads n_embd hidden_size model.layers model.dim"
-        " model.vocab_size",
-        "model.attn": "attn_implementation flash_attention use_flash_attention",
-        "compile.codegen": "torch_compile",
-        "parallelism.tensor_parallel_degree": "tp tp_size tensor_model_parallel_size tensor_parallel",
-        "parallelism.pipeline_parallel_degree": "pp pp_size pipeline_model_parallel_size pipeline_parallel",
-        "parallelism.context_parallel_degree": "cp cp_size cp_degree context_parallel_size context_parallel",
-        "parallelism.expert_parallel_degree": "ep ep_size expert_model_parallel_size expert_parallel",
-        "parallelism.data_parallel_shard_degree": "fsdp fsdp_size deepspeed zero_stage",
+        "training.loss_chunks": "loss_chunk_size chunked_cross_entropy chunked_cross_entropy_num_chunks",
+        "training.enable_cpu_offload": "cpu_offload fsdp_cpu_offload offload_optimizer offload_param offload_params"
+        " optimizer_offload",
+        "training.mtp_loss_weight": "mtp_loss_scaling_factor",
+        "lr_scheduler.warmup_steps": "warmup warmup_iters num_warmup_steps lr_warmup_steps lr_warmup_iters"
+        " lr_warmup_fraction warmup_ratio warmup_fraction warmup_steps_ratio",
+        "lr_scheduler.decay_type": "lr_scheduler_type lr_decay_style lr_schedule scheduler scheduler_type"
+        " lr_scheduler_name lr_scheduler.type lr_scheduler.name",
+        "lr_scheduler.decay_ratio": "warmdown_ratio cooldown_ratio cooldown_fraction",
+        "lr_scheduler.min_lr_factor": "min_lr end_lr final_lr final_lr_frac min_lr_ratio cosine_min_lr_ratio"
+        " min_learning_rate eta_min",
+        "lr_scheduler.total_steps": "lr_decay_iters lr_decay_steps lr_scheduler.steps",
+        "job.config_file": "config cfg config_path",
+        "job.dump_folder": "output_dir out_dir output output_path output_folder save save_dir save_path run_dir"
+        " work_dir exp_dir experiment_dir log_dir logging_dir logdir tensorboard_dir default_root_dir checkpoint_dir"
+        " ckpt_dir checkpoint.dir",
+        "activation_checkpoint.mode": "gradient_checkpointing use_gradient_checkpointing activation_checkpointing"
+        " enable_activation_checkpointing use_activation_checkpointing recompute_activations recompute_granularity"
+        " recompute_method selective_checkpointing",
+        "activation_checkpoint.offload": "activation_offloading enable_activation_offloading",
+        "checkpoint.interval": "save_steps save_interval save_every save_freq save_frequency checkpoint_interval"
+        " checkpoint_every checkpoint_freq ckpt_interval ckpt_freq ckpt_every_steps checkpoint.every checkpoint.freq"
+        " checkpoint.steps",
+        "checkpoint.keep_latest_k": "save_total_limit max_to_keep keep_last keep_last_n checkpoint.keep",
+        "checkpoint.enable": "resume resume_from_checkpoint auto_resume auto_resume_from_checkpoints"
+        " enable_checkpointing save_strategy",
+        "checkpoint.async_mode": "async_save async_checkpoint",
+        "checkpoint.load_step": "resume_from_step",
+        "checkpoint.initial_load_path": "init_from load load_path load_from load_dir load_checkpoint checkpoint_path"
+        " ckpt_path pretrained_checkpoint pretrained_path initial_checkpoint_dir checkpoint.path checkpoint.load",
+        "checkpoint.last_save_model_only": "save_only_model",
+        "validation.enable": "do_eval validate evaluate eval_strategy evaluation_strategy",
+        "validation.freq": "eval_steps eval_interval eval_every eval_freq eval_frequency val_check_interval val_freq"
+        " val_interval val_every val_every_steps eval.interval eval.every validation.interval validation.every",
+        "validation.steps": "eval_iters val_steps limit_val_batches eval_batches eval.max_iters",
+        "validation.dataset_path": "validation_file validation_data val_file val_data val_path val_dir valid_file"
+        " valid_data_path eval_file eval_data validation.path",
+        "validation.dataset": "eval_dataset val_dataset",
+        "validation.local_batch_size": "eval_batch_size val_batch_size per_device_eval_batch_size"
+        " validation.batch_size",
+        "metrics.log_freq": "logging_steps logging_freq logging_interval log_interval log_every log_steps"
+        " log_every_n_steps log_frequency log_remote_every_steps print_freq print_every print_interval"
+        " steps_per_print metrics.freq metrics.interval",
+        "metrics.enable_wandb": "report_to wandb_log use_wandb wandb wandb_project wandb_entity wandb_name"
+        " wandb_run_name wandb_mode",
+        "metrics.enable_mlflow": "use_mlflow mlflow mlflow_tracking_uri mlflow_experiment_name mlflow_run_name",
+        "metrics.enable_tensorboard": "tensorboard use_tensorboard tensorboard_log",
+        "profiling.enable_profiling": "profile profiler use_profiler profiler.enabled",
+        "profiling.profile_freq": "profiling.freq",
+        "model.name": "model_type model_arch arch architecture",
+        "model.hf_assets_path": "base_model base_model_name_or_path model_name_or_path pretrained_model_name_or_path"
+        " model_path model_dir model_id hf_model hf_path tokenizer tokenizer_dir tokenizer_file tokenizer_model"
+        " tokenizer_name tokenizer_name_or_path tokenizer.path model.path model.tokenizer",
+        "model.flavor": "n_layer n_layers num_layers num_hidden_layers n_head n_heads num_heads num_attention_heads"
+        " n_kv_heads num_kv_heads num_key_value_heads num_query_groups n_embd embed_dim d_model d_ff hidden_size"
+        " hidden_dim head_dim ffn_hidden_size intermediate_size vocab_size num_experts depth model.layers model.dim",
+        "model.num_mtp_layers": "mtp_num_layers num_nextn_predict_layers",
+        "model.attn": "attn_implementation attn_impl attention_backend flash_attn flash_attention flex_attention"
+        " use_flash_attn use_flash_attention sdp_attention xformers_attention",
+        "model.converters": "fp8 use_fp8",
+        "quantize.linear.float8.recipe_name": "fp8_recipe",
+        "moe.load_balance_loss": "aux_loss_coef moe_aux_loss_coeff router_aux_loss_coef",
+        "moe.router_z_loss": "moe_z_loss_coeff router_z_loss_coef",
+        "compile.codegen": "torch_compile torch_compile_mode torch_compile_backend use_compile compile_model"
+        " compile.inductor",
+        "parallelism.tensor_parallel_degree": "tp tp_size tp_degree tensor_model_parallel_size tensor_parallel_size"
+        " tensor_parallel",
+        "parallelism.pipeline_parallel_degree": "pp pp_size pp_degree pipeline_model_parallel_size"
+        " pipeline_parallel_size pipeline_parallel",
+        "parallelism.pipeline_parallel_schedule": "pp_schedule",
+        "parallelism.context_parallel_degree": "cp cp_size cp_degree context_parallel_size context_parallel"
+        " sequence_parallel_degree",
+        "parallelism.expert_parallel_degree": "ep ep_size ep_degree expert_model_parallel_size expert_parallel_size"
+        " expert_parallel",
+        "parallelism.expert_tensor_parallel_degree": "expert_tensor_parallel_size",
+        "parallelism.data_parallel_shard_degree": "fsdp fsdp_size fsdp_degree use_fsdp fsdp_config dp dp_size"
+        " dp_shard dp_shard_size dp_shard_degree data_parallel_size data_parallel_degree deepspeed zero_stage"
+        " zero_optimization sharding_strategy",
+        "parallelism.data_parallel_replicate_degree": "ddp dp_replicate dp_replicate_size dp_replicate_degree",
+        "parallelism.fsdp_reshard_after_forward": "reshard_after_forward",
+        "debug.seed": "random_seed manual_seed rng_seed data_seed",
+        "debug.deterministic": "full_determinism debug.deterministic_mode",
+        "comm.train_timeout_seconds": "ddp_timeout nccl_timeout",
     }.items()
     for name in names.split()
+}
+TABLES_ELSEWHERE = {
+    "train": "training",
+    "trainer": "training",
+    "data": "training",
+    "dataset": "training",
+    "optim": "optimizer",
+    "scheduler": "lr_scheduler",
+    "eval": "validation",
+    "val": "validation",
+    "ckpt": "checkpoint",
+    "checkpointing": "checkpoint",
+    "logging": "metrics",
+    "parallel": "parallelism",
 }
 
 # Flavours that were named after an implementation of attention, which model.attn chooses here.

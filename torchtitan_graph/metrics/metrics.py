@@ -1,4 +1,4 @@
-"""Timing of steps, and logging of some to the console, metrics.jsonl, TensorBoard and Weights & Biases."""
+"""Timing of steps, and logging of some to the console, metrics.jsonl, TensorBoard, W&B and MLflow."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -18,6 +18,7 @@ from torchtitan_graph.metrics.console import progress, progress_bar, step_line
 from torchtitan_graph.metrics.health import Alarm, compare_ranks
 from torchtitan_graph.metrics.histograms import histograms
 from torchtitan_graph.metrics.jsonl import append, begin
+from torchtitan_graph.metrics.mlflow import MLflow
 from torchtitan_graph.metrics.tensorboard import TensorBoard, verbatim
 from torchtitan_graph.metrics.weights_and_biases import WeightsAndBiases
 from torchtitan_graph.patience import is_transient, refuse_unwritable
@@ -45,11 +46,11 @@ TAGS = {
 
 
 class Dashboard(Protocol):
-    """Interface of TensorBoard and Weights & Biases: points of curves."""
+    """Interface of TensorBoard, Weights & Biases and MLflow: points of curves."""
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None: ...
 
-    def close(self) -> None: ...
+    def close(self, failed: bool = False) -> None: ...
 
 
 _LOAD = ".load"  # the suffix of the names of experts' loads in a step's state
@@ -59,7 +60,7 @@ class Metrics:
     """Logging of step 1, every `metrics.log_freq`-th step, the last one, and each validation.
 
     Rank 0 logs; with `metrics.save_for_all_ranks` the others write files too, `metrics_rankR.jsonl` and a `rank_R`
-    folder for TensorBoard; Weights & Biases gets rank 0's. Use as a context manager, or call `close()`.
+    folder for TensorBoard; Weights & Biases and MLflow get rank 0's. Use as a context manager, or call `close()`.
 
     Args:
         start_step: steps done before this process began. What a killed run logged for later steps is dropped.
@@ -106,9 +107,11 @@ class Metrics:
                 with refuse_unwritable(f"metrics.enable_tensorboard = true: {folder}", folder):
                     self._tensorboard = TensorBoard(folder, start_step, texts, layout=rank == 0)
                 self._dashboards.append(self._tensorboard)
+            settings = {key: get(config, key) for key in OPTIONS}
             if options.enable_wandb and rank == 0:
-                settings = {key: get(config, key) for key in OPTIONS}
                 self._dashboards.append(WeightsAndBiases(dump_folder, start_step, settings))
+            if options.enable_mlflow and rank == 0:
+                self._dashboards.append(MLflow(dump_folder, start_step, settings))
         self.loss: float | None = None  # of the last step
         self._num_steps = 0  # this and the next four: since the last log
         self._flops: float | None = None
@@ -247,18 +250,18 @@ class Metrics:
             with self._errors_logged():
                 self._tensorboard.histograms(step, counted)
 
-    def close(self) -> None:
-        """Close the dashboards."""
+    def close(self, failed: bool = False) -> None:
+        """Close the dashboards; `failed` says that training ended by an error."""
         show_status("")
         for dashboard in self._dashboards:
             with self._errors_logged():
-                dashboard.close()
+                dashboard.close(failed)
 
     def __enter__(self) -> "Metrics":
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close(failed=kind is not None)
 
     def _write(self, record: dict[str, Any], curves: dict[str, float]) -> None:
         """Write a record to metrics.jsonl, and its numbers and `curves` to the dashboards."""

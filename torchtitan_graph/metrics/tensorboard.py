@@ -76,7 +76,7 @@ class TensorBoard:
             )
         self._writer.flush()
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
         try:
             self._writer.close()
         finally:

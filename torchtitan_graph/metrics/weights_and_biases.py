@@ -2,7 +2,6 @@
 
 import importlib.util
 import os
-import re
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,8 +9,8 @@ from typing import Any
 
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
+from torchtitan_graph.metrics.run_id import keep_id, read_id
 from torchtitan_graph.patience import refuse_unwritable
-from torchtitan_graph.small_files import BadFile, read_text, write_text
 
 KEPT = "wandb_run_id"
 
@@ -61,22 +60,14 @@ class WeightsAndBiases:
         """Add a point to the curve of each tag."""
         self._run.log({"step": step, **values})
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
         self._run.finish()
 
 
 def _run_id(kept: Path, new: bool) -> str:
     """Return the run id in a file; if it holds none, a new one, which is stored there."""
-    try:
-        if not new:
-            if re.fullmatch(r"[\w-]{1,128}", found := read_text(kept), re.ASCII):
-                return found
-            raise BadFile(f"{kept}: holds no id of a run")
-    except FileNotFoundError:
-        pass
-    except BadFile as error:
-        logger.warning(f"{error}; a new run begins at Weights & Biases")
+    if not new and (found := read_id(kept, "Weights & Biases")):
+        return found
     run_id = uuid.uuid4().hex
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    write_text(kept, run_id)
+    keep_id(kept, run_id)
     return run_id

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from torchtitan_graph.config.option import did_you_mean
+from torchtitan_graph.config.nearest import did_you_mean
 from torchtitan_graph.config.resolve import family_names
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.models.layers.decoder import Decoder

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from torchtitan_graph.config import job
-from torchtitan_graph.config.option import did_you_mean
+from torchtitan_graph.config.nearest import did_you_mean
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
 from torchtitan_graph.optim.own_class import check_step, find_class, rehearse

@@ -10,7 +10,7 @@ from torch import nn
 
 from torchtitan_graph.config import JobConfig
 from torchtitan_graph.config.job import OPTIONS, Problem, lines
-from torchtitan_graph.config.option import did_you_mean
+from torchtitan_graph.config.nearest import did_you_mean
 from torchtitan_graph.config.quantize import (
     EXPERTS,
     LINEARS,

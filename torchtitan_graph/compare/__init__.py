@@ -1,0 +1,1 @@
+"""Comparison of runs: configurations, curves, and the first step whose bits differ."""

@@ -85,8 +85,8 @@ def own_loss(
     """
     returned = function(x if output is None else output(x), labels_BL, batch)
     loss, metrics = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
-    name = f"{function.__module__}.{getattr(function, '__qualname__', type(function).__name__)}"
     if not is_number(loss) or not isinstance(metrics, Mapping) or not all(map(is_number, metrics.values())):
+        name = f"{function.__module__}.{getattr(function, '__qualname__', type(function).__name__)}"
         raise UserError(
             f"loss.name: {name} must return the sum of the loss over the targets, a floating-point tensor without"
             " dimensions, or a pair of it and a dict of such sums by name; see docs/train/losses.md"

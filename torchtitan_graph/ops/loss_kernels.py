@@ -43,7 +43,17 @@ def _terms(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _gradients(  # type: ignore[no-untyped-def]
-    logits, columns, largests, logs, scales, gradients, V, smoothing, each, z, BLOCK: tl.constexpr, PLAIN: tl.constexpr
+    logits,
+    columns,
+    largests,
+    logs,
+    scales,
+    gradients,
+    V,
+    BLOCK: tl.constexpr,
+    SMOOTHING: tl.constexpr,
+    EACH: tl.constexpr,
+    Z: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     column = tl.load(columns + row)
@@ -53,10 +63,10 @@ def _gradients(  # type: ignore[no-untyped-def]
         x = tl.load(logits + row * V + at, mask=at < V, other=0.0).to(largest.dtype)
         share = tl.exp(x - largest - log)
         is_target = (at == column).to(largest.dtype)
-        if PLAIN:
+        if SMOOTHING + Z == 0:
             share -= is_target
         else:
-            share = share * (1 + 2 * z * (largest + log)) - (1 - smoothing) * is_target - each
+            share = share * (1 + 2 * Z * (largest + log)) - (1 - SMOOTHING) * is_target - EACH
         tl.store(gradients + row * V + at, share * scale, mask=at < V)
 
 
@@ -85,6 +95,6 @@ def write_gradient(
     T, V = logits_TV.shape
     if T:
         rows = [x.contiguous() for x in (columns_T, largest_T, log_T, scale_T)]
-        of_loss = label_smoothing, label_smoothing / num_classes, z_loss
-        plain = not (label_smoothing or z_loss)
-        _gradients[(T,)](logits_TV, *rows, out_TV, V, *of_loss, BLOCK=_BLOCK, PLAIN=plain, num_warps=_WARPS)
+        # Constants of the code: as arguments they would be rounded to fp32.
+        of_loss = dict(SMOOTHING=label_smoothing, EACH=label_smoothing / num_classes, Z=z_loss)
+        _gradients[(T,)](logits_TV, *rows, out_TV, V, BLOCK=_BLOCK, **of_loss, num_warps=_WARPS)

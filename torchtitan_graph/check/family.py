@@ -146,9 +146,9 @@ def check_keys(cell: Cell) -> None:
         places(load_family(cell.family), model)
 
 
-def check_cuts(cell: Cell) -> None:
+def check_cuts(cell: Cell) -> str | None:
     family = load_family(cell.family)
-    check_terms(cell.family, family, family.FLAVORS[cell.flavor])
+    return check_terms(cell.family, family, family.FLAVORS[cell.flavor])
 
 
 @torch.no_grad()

@@ -43,7 +43,8 @@ def check_steps(
     _check_loss_chunks(config, model, dims, options)
     if options.own_loss is not None:
         check_own_loss(config.loss.name, options.own_loss, model.config.vocab_size, config.training.seq_len, dims.cp)
-    check_terms(config.model.name, family, model.config)
+    if not_checked := check_terms(config.model.name, family, model.config):
+        logger.warning(not_checked)
     if not any(p.requires_grad for p in model.parameters()):
         raise UserError(
             f"model.name = {config.model.name!r}: none of its parameters takes gradients (requires_grad), so there is "

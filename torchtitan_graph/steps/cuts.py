@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torchtitan_graph.capture.step import SideOutputs, checked
 from torchtitan_graph.data.batch import IGNORE_INDEX, Batch
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.log import logger
 from torchtitan_graph.loss import is_number
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.models.layers.moe import ExpertTraining, set_up_experts
@@ -72,24 +71,23 @@ def check_own_loss(name: str, function: Callable[..., Any], vocab_size: int, seq
                 )
 
 
-def check_terms(name: str, family: ModuleType, config: Any) -> None:
-    """Check that the losses and metrics in a model's `SideOutputs`, meant over some rows, are the means over their
-    halves, with the same gradients: on a tiny model of the user's own family. Log a warning if there can be none.
+def check_terms(name: str, family: ModuleType, config: Any) -> str | None:
+    """Check that the means of the losses and metrics in a model's `SideOutputs` over some rows are those over their
+    halves, with the same gradients: on a tiny model of the user's own family. Return why there can be none.
 
     Raises:
         UserError: one is not, with what to change.
     """
     if "." not in name:  # the package's own families have no such terms
-        return
+        return None
     try:
         model = _tiny(family, config)
         whole, *halves = [_terms_of(model, part) for part in ((slice(None), slice(None)), *_HALVES)]
     except Exception as error:  # of the user's code: the same fault in the real model is reported where it occurs
-        logger.warning(
+        return (
             f"model.name = {name!r}: whether its losses depend on how rows are cut was not checked, as no tiny model of"
             f" it runs: {type(error).__name__}: {error}"
         )
-        return
     for key, (value, gradients) in whole.items():
         others = [each[key] for each in halves]
         values = [each / 2 for each, _ in others]
@@ -103,6 +101,7 @@ def check_terms(name: str, family: ModuleType, config: Any) -> None:
                 " where it is divided by a sum or mean over the microbatch, divide by one over the token's row, or by a"
                 " constant; see docs/extend/family.md"
             )
+    return None
 
 
 def _example(vocab_size: int, length: int) -> Batch:

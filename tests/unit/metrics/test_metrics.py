@@ -423,6 +423,14 @@ def test_the_terms_of_a_loss_are_a_key_and_curves_where_there_are_several(tmp_pa
     assert scalars(tmp_path / "tb")["train/loss/own"] == [(1, 0.5)]
 
 
+def test_metrics_of_the_users_own_are_a_key_and_curves(tmp_path: Path) -> None:
+    with build(tmp_path, options={"enable_tensorboard": True}) as logs:
+        run(logs, 1, 1, own_metrics={"accuracy": torch.tensor(0.25)})
+    record = lines(tmp_path / "metrics.jsonl")[0]
+    assert record["metrics"] == {"accuracy": 0.25} and "loss_terms" not in record
+    assert scalars(tmp_path / "tb")["metrics/accuracy"] == [(1, 0.25)]
+
+
 def test_the_loads_of_experts_are_written_where_they_are_asked_for(tmp_path: Path) -> None:
     run(build(tmp_path, options={"log_freq": 1, "log_expert_loads": True}), 1, 1, state=LOADS)
     assert lines(tmp_path / "metrics.jsonl")[0]["expert_loads"] == {"layers.0": [6, 2], "layers.1": [4, 4]}

@@ -1,4 +1,4 @@
-"""Whole runs with a loss of the user's own: one rank, pipeline stages, and a resume agree, in validation and metrics."""
+"""Whole runs with a loss of the user's own: one rank, pipeline stages and a resume agree, also in metrics."""
 
 import json
 from pathlib import Path

@@ -124,7 +124,7 @@ def test_a_row_is_cut_over_context_and_tensor_parallel(arguments: str, needed: s
     [
         (
             "--loss.label_smoothing 0.1",
-            "loss.label_smoothing = 0.1: only cross entropy has it, and loss.name = my.loss",
+            "loss.label_smoothing = 0.1: only cross entropy has it, and loss.name",
         ),
         ("--loss.z_loss 1e-4", "loss.z_loss = 0.0001: only cross entropy has it"),
         ("--training.loss_chunks 2", "training.loss_chunks = 2: not with loss.name = my.loss, which sees all logits"),

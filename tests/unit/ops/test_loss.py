@@ -27,7 +27,7 @@ def errors(
     found: tuple[Tensor, Tensor], logits_TV: Tensor, labels_T: Tensor, added: losses.Regularizers = NONE
 ) -> tuple[float, float]:
     """Give how far a sum and a third of its gradient are from torch's in fp64."""
-    exact_TV = logits_TV.double().requires_grad_()
+    exact_TV = logits_TV.double().clone().requires_grad_()
     exact = F.cross_entropy(exact_TV, labels_T, reduction="sum", label_smoothing=added.label_smoothing)
     exact = exact + added.z_loss * exact_TV[labels_T != IGNORE_INDEX].logsumexp(1).square().sum()
     (exact / 3).backward()

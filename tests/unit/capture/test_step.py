@@ -149,7 +149,7 @@ def test_gradients_of_one_step_are_no_part_of_the_next() -> None:
 
 
 def test_another_loss_is_another_trace() -> None:
-    def doubled(logits: Tensor, labels: Tensor, num_tokens: Tensor) -> Tensor:
+    def doubled(logits: Tensor, labels: Tensor, num_tokens: Tensor, *more: Any) -> Tensor:
         return 2 * cross_entropy(logits, labels, num_tokens)
 
     tiny = model()

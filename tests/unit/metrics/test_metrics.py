@@ -370,7 +370,7 @@ def test_a_chart_is_added_when_its_first_curve_comes(tmp_path: Path) -> None:
 
 
 def test_every_chart_shows_a_curve_that_there_is(tmp_path: Path) -> None:
-    tags = [*metrics.TAGS.values(), "experts/imbalance/layers.0", "train/loss/experts"]
+    tags = [*metrics.TAGS.values(), "experts/imbalance/layers.0", "train/loss/experts", "metrics/accuracy"]
     for category in tensorboard.LAYOUT.values():
         for patterns in category.values():
             assert all(any(re.match(pattern, tag) for tag in tags) for pattern in patterns)

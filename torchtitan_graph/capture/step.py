@@ -55,7 +55,7 @@ class SideOutputs(NamedTuple):
 
     losses  terms of the training loss by name, a number for each token, (B, L): the mean of each over all tokens of the
             step is added to it, equal for every number of microbatches and ranks
-    metrics numbers to log, by name: the same means, which are no part of the loss
+    metrics  numbers to log, by name: the same means, which are no part of the loss
     state   new state, by name: it leaves the step as a value, and `model.after_step` applies it. Each is a count,
             summed over microbatches and over ranks with different data. (Slots of layers are state too, see
             `make_train_step`.)

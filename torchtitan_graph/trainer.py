@@ -222,7 +222,7 @@ class Trainer:
         if batches is None:
             return False
         with metrics.watch_work(self.step + 1):
-            loss, state, terms = self.steps.train(batches.on_device, batches.num_tokens, batches.on_host)
+            loss, state, terms, own_metrics = self.steps.train(batches.on_device, batches.num_tokens, batches.on_host)
         grad_norm = self.update.clip(loss)
         reading = self._begin_to_read(loss, grad_norm, batches.num_tokens)
         (lr, *_) = self.lr_scheduler.get_last_lr()
@@ -250,6 +250,7 @@ class Trainer:
             flops=flops,
             state=state,
             loss_terms=terms,
+            own_metrics=own_metrics,
             tokens_by_source=self.tokens_by_source,
         )
         return True

@@ -57,7 +57,7 @@ def test_a_right_family_passes(capsys: pytest.CaptureFixture[str]) -> None:
     code, output = outcome(capsys, "my_models.tiny")
     assert code == 0, output
     assert output.count("expert_parallel_degree = 2: this model has no experts; leave it at 1") == 1
-    assert output.endswith("my_models.tiny debugmodel: 21 passed, 0 failed, 3 skipped\n")
+    assert output.endswith("my_models.tiny debugmodel: 22 passed, 0 failed, 3 skipped\n")
 
 
 # --- what is wrong is found -------------------------------------------------------------------------------------------

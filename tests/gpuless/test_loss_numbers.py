@@ -86,3 +86,27 @@ def test_the_least_numbers_and_minus_infinity_are_logits(kernels: Any, dtype: to
     expected_T = F.cross_entropy(logits_TV.double(), labels_T, reduction="none")
     assert expected_T.isfinite().tolist() == [True, True, False]
     torch.testing.assert_close(losses_T.double(), expected_T, rtol=1e-6, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize(("smoothing", "z"), [(0.1, 0.0), (0.0, 0.01), (0.2, 0.01)])
+def test_label_smoothing_and_z_loss_are_torchs(kernels: Any, dtype: torch.dtype, smoothing: float, z: float) -> None:
+    close = {torch.float64: 1e-14, torch.float32: 2e-6}[dtype]
+    for T, V in ((7, 3012), (4, 9000)):
+        logits_TV, labels_T = (torch.randn(T, V, dtype=torch.float64) * 3 + 1).to(dtype), torch.randint(V, (T,))
+        exact_TV = logits_TV.double().requires_grad_()
+        exact = F.cross_entropy(exact_TV, labels_T, reduction="sum", label_smoothing=smoothing)
+        (exact + z * exact_TV.logsumexp(1).square().sum()).div(3).backward()
+        of_exact_TV = exact_TV.grad
+        assert of_exact_TV is not None
+
+        terms_4T = torch.empty(4, T, dtype=dtype)
+        kernels.write_terms(terms_4T, logits_TV, labels_T)
+        sums_T = logits_TV.double().sum(1)
+        assert (terms_4T[3] - sums_T).abs().max() <= 100 * close * logits_TV.abs().sum(1).max()
+        rows = terms_4T[0], terms_4T[1].log(), torch.full((T,), 1 / 3, dtype=dtype)
+        found_TV = torch.empty_like(logits_TV)
+        kernels.write_gradient(found_TV, logits_TV, labels_T, *rows, smoothing, V, z)
+        assert float((found_TV - of_exact_TV).norm() / of_exact_TV.norm()) < 10 * close
+        kernels.write_gradient(found_TV, logits_TV, labels_T, *rows, smoothing, V // 2, 2 * z)
+        assert float((found_TV - of_exact_TV).norm() / of_exact_TV.norm()) > 1e-4

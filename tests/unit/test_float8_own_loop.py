@@ -127,7 +127,9 @@ torch.export.register_dataclass(Batch)
 def test_a_training_step_that_calls_it_twice_is_refused_when_it_is_traced() -> None:
     """So by a dry run too."""
     with pytest.raises(UserError, match="the layer inner is called several times in a forward pass"):
-        trace_train_step(Twice(), lambda y, labels, n: y.sum() / n, Batch(X, X, X), None, torch.ones(()), device="cpu")
+        trace_train_step(
+            Twice(), lambda y, _, n, *more: y.sum() / n, Batch(X, X, X), None, torch.ones(()), device="cpu"
+        )
 
 
 def test_what_refresh_cannot_do_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -147,6 +147,22 @@ def test_loss_chunks_are_refused_where_the_logits_of_all_rows_are_needed(words: 
         check_steps(config, model, llama3, dims, options)
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("own_losses.mean", "the loss depends on how rows are divided .* It is a mean over targets: return the sum"),
+        ("own_losses.absent", "own_losses has no absent"),
+        ("own_losses.of_logits", "can't be called with 3 arguments"),
+    ],
+)
+def test_a_loss_of_the_users_own_is_checked_before_anything_is_built(name: str, said: str) -> None:
+    config = load(["--loss.name", name])
+    with torch.device("meta"):
+        model = llama3.Model(llama3.FLAVORS["debugmodel"], "sdpa")
+    with pytest.raises(UserError, match=f"loss.name = '{name}': .*{said}"):
+        check_steps(config, model, llama3, ParallelDims(), options_of(config, model))
+
+
 SDPA = "--model.attn sdpa --training.seq_len 1024 --training.local_batch_size 2"
 FULL = "--training.mixed_precision_param float32"
 

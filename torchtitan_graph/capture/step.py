@@ -28,6 +28,7 @@ from torchtitan_graph.torch_private.tracing import annotated
 
 SLOT = ".amax"  # suffix of slots' names, see `make_train_step`: they hold largest magnitudes
 TERM = "loss/"  # prefix of the names of the loss's terms in a step's state
+METRIC = "metric/"  # prefix of the names of metrics there
 CROSS_ENTROPY, EXPERTS, AHEAD = "cross_entropy", "experts", "ahead"  # names of the terms that are not a model's own
 IGNORE_INDEX = -100  # a label that is not a target, as in torch's cross_entropy and data/batch.py
 
@@ -40,7 +41,9 @@ class Inputs(Protocol):
     positions_BL: Tensor
 
 
-Loss = Callable[..., Tensor]  # (logits_BLV, labels_BL, num_tokens) or (x_BLD, labels_BL, num_tokens, output) -> scalar
+# (logits_BLV, labels_BL, num_tokens, None, batch) or (x_BLD, labels_BL, num_tokens, output, batch) -> a scalar, this
+# rank's part of the loss, or a pair of it and a dict of metrics, each its part of a mean over the targets.
+Loss = Callable[..., Any]
 
 
 _NAME = re.compile(r"[\w.-]{1,100}", re.ASCII)
@@ -52,6 +55,7 @@ class SideOutputs(NamedTuple):
 
     losses  terms of the training loss by name, a number for each token, (B, L): the mean of each over all tokens of the
             step is added to it, equal for every number of microbatches and ranks
+    metrics  numbers to log, by name: the same means, which are no part of the loss
     state   new state, by name: it leaves the step as a value, and `model.after_step` applies it. Each is a count,
             summed over microbatches and over ranks with different data. (Slots of layers are state too, see
             `make_train_step`.)
@@ -66,17 +70,20 @@ class SideOutputs(NamedTuple):
     ahead: Sequence[Tensor] = ()
     ahead_weight: float = 0.0
     experts: Sequence[Tensor] = ()
+    metrics: Mapping[str, Tensor] = MappingProxyType({})
 
 
 class StepOutput(NamedTuple):
     """A training step's results other than gradients: this rank's loss, and `SideOutputs.state`.
 
-    terms  of a whole step: the loss's terms by name, where there are several; summed over microbatches and ranks
+    terms    of a whole step: the loss's terms by name, where there are several; summed over microbatches and ranks
+    metrics  of a whole step: the metrics of the model and of the loss by name; summed in the same way
     """
 
     loss: Tensor
     state: dict[str, Tensor]
     terms: Mapping[str, Tensor] = MappingProxyType({})
+    metrics: Mapping[str, Tensor] = MappingProxyType({})
 
 
 class StageModules(NamedTuple):
@@ -94,18 +101,25 @@ def takes_loss(model: nn.Module) -> bool:
 
 
 class _Head:
-    """The loss of a model's logits for a batch, computed in its forward or after it."""
+    """The loss of a model's logits for a batch, computed in its forward or after it, and the loss's metrics."""
 
     def __init__(self, model: nn.Module, loss: Loss, batch: Inputs, num_tokens: Tensor) -> None:
-        self._loss, self._num_tokens, self._labels = loss, num_tokens, [batch.labels_BL]
+        self._loss, self._num_tokens, self._batch, self._labels = loss, num_tokens, batch, [batch.labels_BL]
+        self.metrics: Mapping[str, Tensor] = {}
         self.given: dict[str, Any] = {"loss": self.of_output} if takes_loss(model) else {}
 
-    def of_output(self, output: nn.Module, x_BLD: Tensor, ahead: int = 0) -> Tensor:
-        return self._loss(x_BLD, self._labels_of(ahead), self._num_tokens, output)
+    def of_output(self, output: nn.Module | None, x: Tensor, ahead: int = 0) -> Tensor:
+        result = self._loss(x, self._labels_of(ahead), self._num_tokens, output, self._batch)
+        if isinstance(result, Tensor):
+            return result
+        value, metrics = result
+        if not ahead:
+            self.metrics = metrics
+        return value  # type: ignore[no-any-return]
 
     def __call__(self, result: Tensor, ahead: int = 0) -> Tensor:
         """Return the loss from a model's result: its logits, unless it took the loss."""
-        return result if self.given else self._loss(result, self._labels_of(ahead), self._num_tokens)
+        return result if self.given else self.of_output(None, result, ahead)
 
     def _labels_of(self, ahead: int) -> Tensor:
         while len(self._labels) <= ahead:
@@ -116,26 +130,27 @@ class _Head:
 def _forward(model: nn.Module, loss: Loss, batch: Inputs, masks: Any, num_tokens: Tensor) -> StepOutput:
     head = _Head(model, loss, batch, num_tokens)
     returned = model(batch.tokens_BL, batch.positions_BL, masks, side_outputs=True, **head.given)
-    result, side = _checked(model, returned)
+    result, side = checked(model, returned)
     terms = {CROSS_ENTROPY: [head(result)], **_terms(model, batch, side)}
     if side.ahead:
         weight = side.ahead_weight / len(side.ahead)
         terms[AHEAD] = [weight * head(of_ahead, ahead) for ahead, of_ahead in enumerate(side.ahead, 1)]
-    return StepOutput(_sum(terms), {**side.state, **_named(terms)})
+    return StepOutput(_sum(terms), {**side.state, **_named(terms), **_metrics(model, batch, side, head)})
 
 
-def _checked(model: nn.Module, returned: Any) -> tuple[Tensor, SideOutputs]:
+def checked(model: nn.Module, returned: Any) -> tuple[Tensor, SideOutputs]:
     """Return a model's results, after a check of their types; raise a UserError for others."""
     is_pair = isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], SideOutputs)
-    if not is_pair or not all(isinstance(each, Mapping) for each in (returned[1].losses, returned[1].state)):
+    mappings = (returned[1].losses, returned[1].state, returned[1].metrics) if is_pair else ()
+    if not is_pair or not all(isinstance(x, Mapping) for x in mappings):
         raise UserError(
             f"{type(model).__name__}.forward(..., side_outputs=True) must return the pair (logits, SideOutputs(losses, "
-            f"state)), its losses and state each a dict of tensors by name, not {_kinds(returned)}; {_PAGE}"
+            f"state)), its losses, state and metrics each a dict of tensors by name, not {_kinds(returned)}; {_PAGE}"
         )
-    if taken := [name for name in returned[1].state if name.startswith(TERM)]:
+    if taken := [name for name in returned[1].state if name.startswith((TERM, METRIC))]:
         raise UserError(
             f"{type(model).__name__}: SideOutputs.state: {taken[0]}: names that begin with {TERM} are the loss's"
-            " terms; give it another name"
+            f" terms, with {METRIC} metrics; give it another name"
         )
     return returned
 
@@ -164,36 +179,65 @@ def _terms(model: nn.Module, batch: Inputs, side: SideOutputs) -> dict[str, list
     """Return a microbatch's terms of the loss other than the targets' own.
 
     Raises:
-        UserError: a term has no name of its own, or is not a number for each token; sums and means over a microbatch
+        UserError: as `_means`; or a term has a name that the loss itself may use.
+    """
+    at = f"{type(model).__name__}: SideOutputs.losses"
+    for name in side.losses:
+        if name in (CROSS_ENTROPY, EXPERTS, AHEAD):
+            raise UserError(f"{at}: {name} is a term that the loss itself may have; give yours another name; {_PAGE}")
+    means = _means(model, batch, side.losses, "losses")
+    return {name: [x] for name, x in means.items()} | ({EXPERTS: list(side.experts)} if side.experts else {})
+
+
+def _metrics(model: nn.Module, batch: Inputs, side: SideOutputs, head: _Head) -> dict[str, Tensor]:
+    """Return a microbatch's metrics, of the model and of the loss, as state.
+
+    Raises:
+        UserError: as `_means`; or two metrics have the same name.
+    """
+    if both := [name for name in side.metrics if name in head.metrics]:
+        raise UserError(
+            f"{type(model).__name__}: SideOutputs.metrics: {both[0]} is a metric of the loss; give yours another name"
+        )
+    for name in head.metrics:
+        check_name("loss.name: the metrics of the loss", name)
+    found = {**_means(model, batch, side.metrics, "metrics"), **head.metrics}
+    return {METRIC + name: x.detach().to(torch.promote_types(x.dtype, torch.float32)) for name, x in found.items()}
+
+
+def check_name(at: str, name: Any) -> None:
+    """Raise UserError if a name can't be a metric's."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise UserError(f"{at}: {name!r:.100} can't be a metric's name: use 1 to 100 ASCII letters, digits, _, - and .")
+
+
+def _means(model: nn.Module, batch: Inputs, numbers: Mapping[str, Tensor], field: str) -> dict[str, Tensor]:
+    """Return this microbatch's parts of the means over all tokens of a step.
+
+    Raises:
+        UserError: one has no name of its own, or is not a number for each token; sums and means over a microbatch
             would depend on the number of microbatches and ranks. Or microbatches have different numbers of tokens.
     """
-    reserved = (CROSS_ENTROPY, EXPERTS, AHEAD)
-    wanted, at = tuple(batch.tokens_BL.shape), f"{type(model).__name__}: SideOutputs.losses"
-    for name, term in side.losses.items():
-        if not isinstance(name, str) or not _NAME.fullmatch(name):
-            raise UserError(
-                f"{at}: {name!r:.100} can't be a metric's name: use 1 to 100 ASCII letters, digits, _, - and ."
-            )
-        if name in reserved:
-            raise UserError(f"{at}: {name} is a term that the loss itself may have; give yours another name; {_PAGE}")
+    wanted, at = tuple(batch.tokens_BL.shape), f"{type(model).__name__}: SideOutputs.{field}"
+    for name, term in numbers.items():
+        check_name(at, name)
         if not isinstance(term, Tensor) or not term.is_floating_point():
             kind = str(term.dtype) if isinstance(term, Tensor) else type(term).__name__
             raise UserError(f"{at}: {name} is {kind}: must be a floating-point tensor {wanted}; {_PAGE}")
         if tuple(term.shape) != wanted:
             raise UserError(
                 f"{at}: {name} has the shape {tuple(term.shape)}; each must have a number for each token, {wanted}. "
-                "Leave out its sum or mean over tokens and rows: the step adds the mean over all tokens of its "
+                "Leave out its sum or mean over tokens and rows: the step computes the mean over all tokens of its "
                 "microbatches and ranks. A number for each row is expanded over the row's tokens, "
                 f"x_B[:, None].expand_as(tokens_BL); {_PAGE}"
             )
-    if side.losses and model.parts_differ:
+    if numbers and model.parts_differ:
         raise UserError(
-            f"training.dynamic_seq_len = true: not with a loss in SideOutputs.losses, which {type(model).__name__} has:"
+            f"training.dynamic_seq_len = true: not with SideOutputs.{field}, which {type(model).__name__} has:"
             " a microbatch can't compute its mean over all tokens of a step, as others have rows of other lengths;"
             " set it to false"
         )
-    terms = {name: [model.plain_term(name, term).mean() / model.num_parts] for name, term in side.losses.items()}  # type: ignore[operator]
-    return terms | ({EXPERTS: list(side.experts)} if side.experts else {})
+    return {name: model.plain_term(name, term).mean() / model.num_parts for name, term in numbers.items()}  # type: ignore[operator]
 
 
 def next_labels(labels_BL: Tensor) -> Tensor:
@@ -221,7 +265,7 @@ def make_train_step(
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         free_gradient_dtype(parameters.values(), sum_in)
         slots = _slots(model)
-        value, state, _ = forward(batch, masks, num_tokens)
+        value, state, *_ = forward(batch, masks, num_tokens)
         gradients, in_slots, _ = _differentiate([value], [None], parameters, slots)
         return value, gradients, state | in_slots
 
@@ -255,7 +299,7 @@ def combine(total: Mapping[str, Tensor], more: Mapping[str, Tensor]) -> dict[str
     """Accumulate a microbatch's state, or some of it: counts and terms are added, of slots the larger counts."""
 
     def added(name: str, x: Tensor) -> Tensor:
-        if name.endswith(SLOT) and not name.startswith(TERM):
+        if name.endswith(SLOT) and not name.startswith((TERM, METRIC)):
             return torch.maximum(total.get(name, torch.zeros_like(x)), x)
         return total.get(name, 0) + x
 
@@ -310,7 +354,8 @@ def _refuse_sums_in_slots(gm: GraphModule) -> None:
     for slot, node in outputs_of(gm):
         while isinstance(node, Node) and node.target is torch.ops.aten.detach.default:
             node = node.args[0]
-        if slot.name.endswith(SLOT) and isinstance(node, Node) and node.target is torch.ops.aten.add.Tensor:
+        is_slot = slot.name.endswith(SLOT) and not slot.name.startswith((TERM, METRIC))
+        if is_slot and isinstance(node, Node) and node.target is torch.ops.aten.add.Tensor:
             raise UserError(
                 f"delayed scaling: the layer {slot.name.removesuffix(SLOT)} is called several times in a forward pass,"
                 " and the largest magnitudes of its calls would add up: choose another recipe for it, or have a layer"
@@ -359,7 +404,8 @@ def make_stage_step(
         y, side = _run_stage(model, stage, batch, masks, x, head)
         terms = {CROSS_ENTROPY: [head(y)]} if stage.last else {}
         terms |= _terms(model, batch, side)
-        return y, _sum(terms) if terms else None, {**side.state, **_named(terms)}
+        metrics = _metrics(model, batch, side, head)
+        return y, _sum(terms) if terms else None, {**side.state, **_named(terms), **metrics}
 
     def stage_step(
         forward: Callable[..., Any], batch: Inputs, masks: Any, num_tokens: Tensor, x: Tensor | None, dy: Tensor | None
@@ -382,7 +428,7 @@ def make_stage_step(
 
 def _run_stage(model: nn.Module, stage: StageModules, batch: Inputs, masks: Any, x: Tensor | None, head: _Head) -> Any:
     given, of_last = batch.tokens_BL if x is None else x, head.given if stage.last else {}
-    return _checked(model, model(given, batch.positions_BL, masks, side_outputs=True, only=stage.names, **of_last))
+    return checked(model, model(given, batch.positions_BL, masks, side_outputs=True, only=stage.names, **of_last))
 
 
 def trace_stage_step(
@@ -495,7 +541,7 @@ def make_eager_step(model: nn.Module, loss: Loss) -> Callable[[Inputs, Any, Tens
     slots = _slots(model)
 
     def step(batch: Inputs, masks: Any, num_tokens: Tensor) -> StepOutput:
-        value, state, _ = _forward(model, loss, batch, masks, num_tokens)
+        value, state, *_ = _forward(model, loss, batch, masks, num_tokens)
         value.backward()
         for name, slot in slots.items():
             state[name], slot.grad = _slot_value(slot, slot.grad), None

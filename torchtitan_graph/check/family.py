@@ -50,6 +50,7 @@ from torchtitan_graph.models.spec import HF_CONTRACT, load_family, plan_of
 from torchtitan_graph.parallel.layout import ParallelDims
 from torchtitan_graph.parallel.parallelize import check_plan
 from torchtitan_graph.parallel.recompute import Recompute, fixed_policies
+from torchtitan_graph.steps.cuts import check_terms
 
 TOLERANCE = 1e-12  # between layouts, in fp64, of each tensor's largest value
 TIMEOUT_S = 900.0
@@ -57,6 +58,7 @@ TIMEOUT_S = 900.0
 MODULE = "the module defines FLAVORS, Model, PLAN and HF_KEYS, and the model can be built"
 PLAN = "PLAN has a role for every parameter, and its sizes can be halved"
 KEYS = "HF_KEYS has a name for every parameter"
+CUTS = "SideOutputs: a token's losses and metrics don't depend on the other rows of a microbatch"
 FSDP2 = "what the same ranks compute with FSDP2 and autograd"
 
 LAYOUTS = {
@@ -76,6 +78,7 @@ def checks(name: str, flavor: str, attns: list[str], full: bool) -> Iterator[Che
     yield Check(MODULE, partial(check_module, name, flavor, attns), ends=True)
     yield Check(PLAN, partial(check_plan_of, cell(ParallelDims(tp=2), attn=attns[0])), MODULE)
     yield Check(KEYS, partial(check_keys, cell(attn=attns[0])), MODULE)
+    yield Check(CUTS, partial(check_cuts, cell(attn=attns[0])), MODULE)
     for attn in attns:
         here = partial(cell, attn=attn)
         yield Check(f"{attn}: no token sees a later one or another document", partial(check_visibility, here()), MODULE)
@@ -141,6 +144,11 @@ def check_keys(cell: Cell) -> None:
     model = build_model(cell)
     if model.conversion is None:  # else its tensors have the names of its files
         places(load_family(cell.family), model)
+
+
+def check_cuts(cell: Cell) -> str | None:
+    family = load_family(cell.family)
+    return check_terms(cell.family, family, family.FLAVORS[cell.flavor])
 
 
 @torch.no_grad()

@@ -29,8 +29,10 @@ from torchtitan_graph.capture.step import StepOutput
 from torchtitan_graph.capture.trace import Capture
 from torchtitan_graph.capture.traced import TracedResult
 from torchtitan_graph.config import job
+from torchtitan_graph.config.own import find_own
 from torchtitan_graph.data.batch import IGNORE_INDEX, Batch
 from torchtitan_graph.device import Target
+from torchtitan_graph.loss import Regularizers
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.models.layers.init import initial_weight, initialize
 from torchtitan_graph.models.layers.moe import AuxiliaryLoss, Experts, ExpertTraining, set_up_experts
@@ -97,6 +99,8 @@ class Cell:
     cpu_offload: bool = False
     reshard: Reshard = Reshard()
     loss_parallel: bool = True
+    own_loss: str | None = None  # the dotted name of a function
+    regularizers: Regularizers = Regularizers()
     async_tp: bool = False
     disabled: tuple[str, ...] = ()
     codegen: str = "off"
@@ -136,6 +140,8 @@ class Cell:
             fused=tuple(ELEMENTWISE.values()) if self.fused_layers else (),
             loss_chunks=self.loss_chunks,
             loss_parallel=self.loss_parallel,
+            own_loss=find_own("own_loss", self.own_loss) if self.own_loss else None,
+            regularizers=self.regularizers,
             async_tp=self.async_tp,
             regions=plan_regions(
                 job.Compile(codegen=self.codegen, fusions=list(self.fusions), dedupe_layers=self.dedupe),
@@ -260,6 +266,8 @@ class PlainSteps(NamedTuple):
     """A module's own step under autograd. It shares no code with the other two."""
 
     model: Decoder
+    own_loss: Callable[..., Any] | None = None
+    regularizers: Regularizers = Regularizers()
 
     def train(self, batches: list[Batch], num_tokens: Tensor) -> StepOutput:
         total = torch.zeros((), dtype=next(self.model.parameters()).dtype)
@@ -267,7 +275,7 @@ class PlainSteps(NamedTuple):
         for batch in batches:
             masks = self.model.masks(batch.documents_BL, batch.positions_BL)
             logits_BLV, side = self.model(batch.tokens_BL, batch.positions_BL, masks, side_outputs=True)
-            loss = sum(side.experts, _cross_entropy(logits_BLV, batch.labels_BL, num_tokens))
+            loss = sum(side.experts, self._loss(logits_BLV, batch.labels_BL, batch) / num_tokens)
             loss = loss + sum(term.mean() / len(batches) for term in side.losses.values())
             for k, ahead_BLV in enumerate(side.ahead, 1):  # targets of the same document
                 labels_BL = batch.labels_BL.roll(-k, dims=1)
@@ -275,20 +283,28 @@ class PlainSteps(NamedTuple):
                     batch.documents_BL.roll(-k, dims=1) != batch.documents_BL, IGNORE_INDEX
                 )
                 labels_BL[:, -k:] = IGNORE_INDEX
-                loss = loss + MTP_WEIGHT / len(side.ahead) * _cross_entropy(ahead_BLV, labels_BL, num_tokens)
+                loss = loss + MTP_WEIGHT / len(side.ahead) * self._loss(ahead_BLV, labels_BL, batch) / num_tokens
             loss.backward()  # type: ignore[union-attr]
             total += loss.detach()  # type: ignore[union-attr]
             counts = {name: counts.get(name, 0) + x for name, x in side.state.items()}
         return StepOutput(total, counts)
 
+    def _loss(self, logits_BLV: Tensor, labels_BL: Tensor, batch: Batch) -> Tensor:
+        """Return the sum of the user's loss, or of torch's own, computed in fp32 at least."""
+        if self.own_loss is not None:
+            returned = self.own_loss(logits_BLV, labels_BL, batch)
+            return returned[0] if isinstance(returned, tuple) else returned
+        logits_TV = logits_BLV.flatten(0, 1).to(torch.promote_types(logits_BLV.dtype, torch.float32))
+        labels_T, smoothing = labels_BL.flatten(), self.regularizers.label_smoothing
+        loss = F.cross_entropy(
+            logits_TV, labels_T, ignore_index=IGNORE_INDEX, reduction="sum", label_smoothing=smoothing
+        )
+        if self.regularizers.z_loss:
+            loss = loss + self.regularizers.z_loss * logits_TV[labels_T != IGNORE_INDEX].logsumexp(1).square().sum()
+        return loss
+
     def clip(self, max_norm: float) -> Tensor:
         return clip_grad_norm(self.model.parameters(), max_norm)
-
-
-def _cross_entropy(logits_BLV: Tensor, labels_BL: Tensor, num_tokens: Tensor) -> Tensor:
-    """Return torch's own loss, computed in fp32 at least."""
-    logits_TV = logits_BLV.flatten(0, 1).to(torch.promote_types(logits_BLV.dtype, torch.float32))
-    return F.cross_entropy(logits_TV, labels_BL.flatten(), ignore_index=IGNORE_INDEX, reduction="sum") / num_tokens
 
 
 def build_plain(cell: Cell) -> PlainSteps:
@@ -299,7 +315,8 @@ def build_plain(cell: Cell) -> PlainSteps:
         for name, parameter in model.named_parameters():
             std = model.initial_std(name)
             parameter.copy_(initial_weight(name, parameter.shape, std, SEED, DEVICE, torch.float32))
-    return PlainSteps(model)
+    options = cell.options("eager")
+    return PlainSteps(model, options.own_loss, options.regularizers)
 
 
 # --- training and comparing -----------------------------------------------------------------------------------------
@@ -329,9 +346,9 @@ def train(
     for k in range(1, cell.num_steps + 1):
         batches, num_tokens = data(cell, data_rank, k)
         if isinstance(steps, PlainSteps):
-            loss, state, _ = steps.train(batches, num_tokens)
+            loss, state, *_ = steps.train(batches, num_tokens)
         else:
-            loss, state, _ = steps.train(batches, num_tokens, [batch.to("cpu") for batch in batches])
+            loss, state, *_ = steps.train(batches, num_tokens, [batch.to("cpu") for batch in batches])
         seen |= {f"step {k}: {name}": x for name, x in state.items()}
         seen[f"step {k}: loss"] = loss
         # Only another library's models may have parameters without a gradient, such as a router's bias.

@@ -64,6 +64,7 @@ def check(config: JobConfig, world_size: int) -> list[str]:
         *_degrees(config, world_size),
         *_experts(config, world_size),
         *_rows(config),
+        *_loss(config),
         *_tables(config, world_size),
     ]
     problems += [
@@ -260,6 +261,18 @@ def _rows(config: JobConfig) -> Iterator[Problem]:
         elif seq_len % (cp * tp):
             needed = f"{_CP} {cp} * {_TP} {tp} = {cp * tp}" if cp > 1 else f"{_TP} {tp}"
             yield Problem(key, f"sequence parallel needs a multiple of {needed}")
+
+
+def _loss(config: JobConfig) -> Iterator[Problem]:
+    """Yield the problems of a loss of the user's."""
+    if "." not in config.loss.name:
+        return
+    why = f"only cross entropy has it, and loss.name = {config.loss.name} computes what it wants; leave it at 0"
+    yield from unused(config, why, "loss.label_smoothing", "loss.z_loss")
+    if config.training.loss_chunks > 1:
+        yield Problem(
+            "training.loss_chunks", f"not with loss.name = {config.loss.name}, which sees all logits; set it to 1"
+        )
 
 
 def _tables(config: JobConfig, world_size: int) -> Iterator[Problem]:

@@ -133,6 +133,31 @@ class Model:
 
 
 @dataclass
+class Loss:
+    """What a step minimizes: the mean over the targets of all ranks."""
+
+    name: str = option(
+        "cross_entropy",
+        "Loss of the logits, in validation too. A dotted name is a function of your own, (logits_BLV, labels_BL, batch)"
+        " -> the sum over this rank's targets, or a pair of it and a dict of sums to log.",
+        choices=("cross_entropy",),
+        pattern=_DOTTED,
+        means="a dotted name, such as my_package.my_loss, of a function that is imported",
+    )
+    label_smoothing: float = option(
+        0.0,
+        "Share of cross entropy that is replaced by its mean over all classes, in training; 0: none.",
+        minimum=0,
+        below=1,
+    )
+    z_loss: float = option(
+        0.0,
+        "Weight of the square of the logits' logsumexp, which keeps it near 0, in training; 0: none.",
+        minimum=0,
+    )
+
+
+@dataclass
 class MoE:
     """Mixtures of experts, in the families that have them."""
 
@@ -755,6 +780,7 @@ class JobConfig:
     profiling: Profiling = field(default_factory=Profiling)
     metrics: Metrics = field(default_factory=Metrics)
     model: Model = field(default_factory=Model)
+    loss: Loss = field(default_factory=Loss)
     moe: MoE = field(default_factory=MoE)
     optimizer: Optimizer = field(default_factory=Optimizer)
     lr_scheduler: LRScheduler = field(default_factory=LRScheduler)

@@ -1,6 +1,7 @@
 """Import of the user's own classes and functions, which options give by dotted names."""
 
 import importlib
+import inspect
 import sys
 from typing import Any
 
@@ -26,3 +27,19 @@ def find_own(option: str, dotted_name: str) -> Any:
     except AttributeError as error:
         hint = did_you_mean(name, vars(sys.modules[module]))
         raise UserError(f"{option} = {dotted_name!r}: {module} has no {name}{hint}") from error
+
+
+def find_own_function(option: str, dotted_name: str, num_arguments: int) -> Any:
+    """Return the user's function at `dotted_name`.
+
+    Raises:
+        UserError: as `find_own`, or it can't be called with that number of arguments.
+    """
+    function = find_own(option, dotted_name)
+    try:
+        inspect.signature(function).bind(*range(num_arguments))
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            f"{option} = {dotted_name!r}: can't be called with {num_arguments} arguments: {error}"
+        ) from error
+    return function

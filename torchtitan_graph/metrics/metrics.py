@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from torchtitan_graph.capture.step import TERM
+from torchtitan_graph.capture.step import METRIC, TERM
 from torchtitan_graph.config import JobConfig, dump_toml
 from torchtitan_graph.config.job import OPTIONS, get
 from torchtitan_graph.device import device, peak_memory_gib
@@ -24,6 +24,7 @@ from torchtitan_graph.metrics.weights_and_biases import WeightsAndBiases
 from torchtitan_graph.patience import is_transient, refuse_unwritable
 from torchtitan_graph.runtime.observe import Stopwatch, stopwatch
 
+METRICS = "metrics"  # prefix of the names of the curves of a model's or loss's own metrics
 # Key of a record -> name of its curve.
 TAGS = {
     "loss": "train/loss",
@@ -155,6 +156,7 @@ class Metrics:
         data_loading_s: float,
         state: Mapping[str, torch.Tensor] | None = None,
         loss_terms: Mapping[str, torch.Tensor] | None = None,
+        own_metrics: Mapping[str, torch.Tensor] | None = None,
         own_data_s: float = 0.0,
         flops: float | None = None,
         tokens_by_source: dict[str, int] | None = None,
@@ -169,6 +171,7 @@ class Metrics:
             state: the model's state that the step changed, by name; of a mixture of experts `layers.1.moe.load`, the
                 slots of each expert.
             loss_terms: the loss's terms by name, where there are several; in a pipeline this stage's parts of them.
+            own_metrics: the metrics of the model and of the loss by name, in the same way.
             flops: this device's in the step, without recomputation; None: not known.
             tokens_by_source: all ranks' targets of each corpus of a mixture.
         """
@@ -180,7 +183,9 @@ class Metrics:
         self._data_loading_s += data_loading_s
         self._record = {"step": step, "loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens_seen": tokens_seen}
         self._record_end = {}
-        self._state = {**(state or {}), **{TERM + name: x for name, x in (loss_terms or {}).items()}}
+        self._state = dict(state or {})
+        for prefix, numbers in ((TERM, loss_terms), (METRIC, own_metrics)):
+            self._state |= {prefix + name: x for name, x in (numbers or {}).items()}
         if self._work is not None:
             share = self.options.straggler_share
             self._record_end |= compare_ranks(step, step_s, self._work.seconds(), own_data_s, share)
@@ -211,9 +216,11 @@ class Metrics:
         loads = {name.removesuffix(_LOAD).removesuffix(".moe"): x for name, x in state.items() if name.endswith(_LOAD)}
         # The largest load of an expert over the mean load: 1 is perfect balance.
         by_layer = {name: float(load_E.max() / load_E.double().mean()) for name, load_E in loads.items()}
-        terms = {name.removeprefix(TERM): float(x) for name, x in state.items() if name.startswith(TERM)}
-        if terms:
-            record["loss_terms"] = terms
+        terms, own = (
+            {name.removeprefix(prefix): float(x) for name, x in state.items() if name.startswith(prefix)}
+            for prefix in (TERM, METRIC)
+        )
+        record |= {key: numbers for key, numbers in {"loss_terms": terms, "metrics": own}.items() if numbers}
         if loads:
             record["expert_imbalance"] = sum(by_layer.values()) / len(by_layer)
             if self.options.log_expert_loads:
@@ -222,6 +229,7 @@ class Metrics:
         self._tokens_seen = tokens_seen
         curves = {f"experts/imbalance/{name}": value for name, value in by_layer.items()}
         curves |= {f"{TAGS['loss']}/{name}": value for name, value in terms.items()}
+        curves |= {f"{METRICS}/{name}": value for name, value in own.items()}
         self._write(record | self._record_end, curves)
         if self._tensorboard is not None and loads:
             with self._errors_logged():

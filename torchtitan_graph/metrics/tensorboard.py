@@ -27,6 +27,7 @@ LAYOUT = {
         "busy seconds: the slowest rank, the median": ["ranks/.*_busy_s$"],
         "the slowest rank": ["ranks/slowest$"],
     },
+    "metrics of the model and the loss": {"all": ["metrics/.*"]},
     "experts": {"load of the busiest expert over the mean, by layer": ["experts/imbalance.*"]},
 }
 PIXELS = 12  # the side of an expert's square in the picture of loads

@@ -13,7 +13,7 @@ from torchtitan_graph.analysis.cost import Costs
 from torchtitan_graph.capture.step import Loss
 from torchtitan_graph.capture.trace import Capture, make_fx_capture
 from torchtitan_graph.compiler import PassPlan
-from torchtitan_graph.loss import cross_entropy
+from torchtitan_graph.loss import cross_entropy, own_loss
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.models.layers.moe import set_up_experts
 from torchtitan_graph.models.spec import plan_of
@@ -54,8 +54,18 @@ class Assembly:
 
     @property
     def loss(self) -> Loss:
-        """The loss of a model's logits, in training and evaluation."""
-        return partial(cross_entropy, chunks=self.options.loss_chunks)
+        """The training loss of a model's logits."""
+        options = self.options
+        if options.own_loss is not None:
+            return partial(own_loss, options.own_loss)
+        return partial(cross_entropy, chunks=options.loss_chunks, regularizers=options.regularizers)
+
+    @property
+    def evaluation_loss(self) -> Loss:
+        """The loss in evaluation: the user's own, or cross entropy alone."""
+        return (
+            self.loss if self.options.own_loss is not None else partial(cross_entropy, chunks=self.options.loss_chunks)
+        )
 
     @property
     def capture_per_kind(self) -> Capture:
@@ -84,7 +94,9 @@ class Assembly:
                 module.is_fused = True  # type: ignore[assignment]
         if options.target.fused_norms:
             use_gpu_norms(model)
-        parallelize(model, plan_of(self.family, model), layout, loss_parallel=options.loss_parallel)
+        # A loss of the user's sees whole logits.
+        loss_parallel = options.loss_parallel and options.own_loss is None
+        parallelize(model, plan_of(self.family, model), layout, loss_parallel=loss_parallel)
 
     def lay_out(self, reshard: Reshard | None = None) -> PassPlan:
         """Bring the model into the layouts of its step; return the passes' inputs. `reshard` replaces the option."""

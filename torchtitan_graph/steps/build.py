@@ -12,7 +12,15 @@ import torch
 from torch import Tensor
 
 from torchtitan_graph.analysis.flops import Flops
-from torchtitan_graph.capture.step import TERM, StepOutput, bind_train_step, combine, make_eager_step, make_eval_step
+from torchtitan_graph.capture.step import (
+    METRIC,
+    TERM,
+    StepOutput,
+    bind_train_step,
+    combine,
+    make_eager_step,
+    make_eval_step,
+)
 from torchtitan_graph.capture.traced import run_traced
 from torchtitan_graph.data.batch import Batch
 from torchtitan_graph.device import Recorders
@@ -64,7 +72,7 @@ class Steps:
 
         Returns:
             the loss of this rank's microbatches, the state that the step changes, of all ranks' (`SideOutputs`), and
-            the loss's terms, of all ranks' tokens; in a pipeline this stage's parts of them.
+            the loss's terms and the metrics, of all ranks' tokens; in a pipeline this stage's parts of them.
         """
         if self.quantized is not None:
             self.quantized.refresh()
@@ -72,17 +80,21 @@ class Steps:
         state: dict[str, Tensor] = {}
         each = list(zip(microbatches, on_host or itertools.repeat(None), strict=on_host is not None))
         if isinstance(self.step, Pipeline):
-            loss, state, _ = self.step.train([partial(self._inputs, *batch, num_tokens) for batch in each])
+            loss, state, *_ = self.step.train([partial(self._inputs, *batch, num_tokens) for batch in each])
         else:
             for batch in each:
                 output = self.step(*self._inputs(*batch, num_tokens))
                 loss = output.loss if loss is None else loss + output.loss
                 state = combine(state, output.state)
         assert loss is not None, "a step has microbatches"
-        terms = {name: state.pop(name) for name in [*state] if name.startswith(TERM)}
+        shown = self._sum_shown({name: state.pop(name) for name in [*state] if name.startswith((TERM, METRIC))})
         if self.quantized is not None:
             state = self.quantized.take(state)
-        return StepOutput(loss, self._sum_state(state), self._sum_terms(terms))
+        terms, metrics = (
+            {name.removeprefix(prefix): x for name, x in shown.items() if name.startswith(prefix)}
+            for prefix in (TERM, METRIC)
+        )
+        return StepOutput(loss, self._sum_state(state), terms, metrics)
 
     def evaluate(self, batch: Batch, on_host: Batch | None = None) -> Tensor:
         """Return the sum of the loss over this rank's targets of a batch; `on_host` as in `train`."""
@@ -129,13 +141,13 @@ class Steps:
             summed |= {name: part.view_as(x) for (name, x), part in zip(alike.items(), parts, strict=True)}
         return {name: summed[name] for name in state}
 
-    def _sum_terms(self, terms: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Sum the loss's terms over the ranks, as `Layout.total_loss` does the loss; in one message."""
-        if not terms:
+    def _sum_shown(self, parts: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Sum the loss's terms and the metrics over the ranks, as `Layout.total_loss` does the loss; in one message."""
+        if not parts:
             return {}
         groups = [*self.layout.data_groups, *([self.layout.group(TP)] if self.layout.degree(TP) > 1 else [])]
-        total = sum_over(groups, torch.stack([*terms.values()])) / self.layout.dims.tp
-        return {name.removeprefix(TERM): x for name, x in zip(terms, total.unbind(), strict=True)}
+        total = sum_over(groups, torch.stack([*parts.values()])) / self.layout.dims.tp
+        return dict(zip(parts, total.unbind(), strict=True))
 
 
 def build_steps(assembly: Assembly) -> Steps:
@@ -147,7 +159,7 @@ def build_steps(assembly: Assembly) -> Steps:
     recompute_eager(model.blocks, options.recompute)
     at_rest = options.precision, options.reshard, options.target.device, options.cpu_offload
     shard_eager(model, model.blocks, assembly.layout, *at_rest)
-    evaluate = make_eval_step(model, assembly.loss) if options.eval_rows else None
+    evaluate = make_eval_step(model, assembly.evaluation_loss) if options.eval_rows else None
     step = make_eager_step(model, assembly.loss)
     return Steps(model, assembly.layout, step, evaluate, quantized=_quantized({}, assembly))
 

@@ -21,6 +21,7 @@ from torchtitan_graph.models.spec import plan_of
 from torchtitan_graph.parallel.layout import ParallelDims
 from torchtitan_graph.parallel.parallelize import check_plan
 from torchtitan_graph.quantize.plan import check_cut
+from torchtitan_graph.steps.cuts import check_own_loss, check_terms
 from torchtitan_graph.steps.options import StepOptions, rows_per_microbatch
 
 
@@ -30,9 +31,9 @@ def check_steps(
     """Check, before any process group exists, that the model can be laid out and its attention fits this machine.
 
     Raises:
-        UserError: as `check_plan` and `check_cut`, a parameter is a scalar, or one of two blocks, none (of a
-            pipeline's stage) takes gradients, or rows, masks or flex attention's scores can't fit; a dry run allocates
-            none.
+        UserError: as `check_plan`, `check_cut`, `check_own_loss` and `check_terms`, a parameter is a scalar, or one of
+            two blocks, none (of a pipeline's stage) takes gradients, or rows, masks or flex attention's scores can't
+            fit; a dry run allocates none.
     """
     _check_state(config, model, dims)
     plan = plan_of(family, model)
@@ -40,6 +41,10 @@ def check_steps(
     _check_parameters(config, model)
     check_cut(options.float8, model, plan, dims.tp)
     _check_loss_chunks(config, model, dims, options)
+    if options.own_loss is not None:
+        check_own_loss(config.loss.name, options.own_loss, model.config.vocab_size, config.training.seq_len, dims.cp)
+    if not_checked := check_terms(config.model.name, family, model.config):
+        logger.warning(not_checked)
     if not any(p.requires_grad for p in model.parameters()):
         raise UserError(
             f"model.name = {config.model.name!r}: none of its parameters takes gradients (requires_grad), so there is "

@@ -102,7 +102,8 @@ def fingerprint(config: JobConfig, model: Decoder, dims: ParallelDims, options: 
 
 def _own_names(config: JobConfig) -> list[str]:
     """Return the dotted names of the user's own code that graphs depend on."""
-    return [*([config.model.name] if "." in config.model.name else []), *(p.pass_ for p in config.compile.extra_passes)]
+    named = (config.model.name, config.loss.name, *(each.pass_ for each in config.compile.extra_passes))
+    return [name for name in named if "." in name]
 
 
 def _own_packages(names: Iterable[str]) -> list[str]:

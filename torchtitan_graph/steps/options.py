@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from torchtitan_graph.compiler import Extra, Look
 from torchtitan_graph.config import JobConfig, job
+from torchtitan_graph.config.own import find_own_function
 from torchtitan_graph.device import CudaRecorder, Recorders, Target
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
+from torchtitan_graph.loss import Regularizers
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.models.layers.moe import AuxiliaryLoss, ExpertTraining
 from torchtitan_graph.parallel.recompute import Budget, Recompute
@@ -44,6 +47,8 @@ class StepOptions:
     offload          modules whose activations are in the host's memory till backward
     cpu_offload      parameters, gradients and the optimizer's state rest in the host's memory
     loss_chunks      parts of the rows that are projected to logits one after another
+    own_loss         the user's loss, in place of cross entropy
+    regularizers     additions to cross entropy
     loss_parallel    under tensor parallelism logits stay sharded over the vocabulary for the loss
     async_tp         tensor parallelism's products overlap its communication
     disabled         passes to leave out, by name
@@ -78,6 +83,8 @@ class StepOptions:
     offload: Sequence[str] = ()
     cpu_offload: bool = False
     loss_chunks: int = 1
+    own_loss: Callable[..., Any] | None = None
+    regularizers: Regularizers = Regularizers()
     loss_parallel: bool = True
     async_tp: bool = False
     disabled: Sequence[str] = ()
@@ -167,6 +174,8 @@ def step_options(config: JobConfig, model: Decoder, num_microbatches: int, targe
         ),
         regions=plan_regions(config.compile, model, target.device),
         loss_chunks=training.loss_chunks,
+        own_loss=None if config.loss.name == "cross_entropy" else find_own_function("loss.name", config.loss.name, 3),
+        regularizers=Regularizers(config.loss.label_smoothing, config.loss.z_loss),
         loss_parallel=not config.parallelism.disable_loss_parallel,
         async_tp=config.parallelism.enable_async_tensor_parallel,
         disabled=config.compile.disable_passes,

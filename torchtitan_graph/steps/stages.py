@@ -206,11 +206,16 @@ def _cut(train: TracedResult, example: _StageExamples, plan: PassPlan, options: 
 def _trace_stage(number: int, assembly: Assembly, example: _StageExamples) -> tuple[TracedResult, TracedResult | None]:
     """Trace a stage's steps, for training and, if there is one, for evaluation."""
     begin, evaluate, options = time.perf_counter(), None, assembly.options
-    step = assembly.model, assembly.loss, example.modules
+    model, modules = assembly.model, example.modules
     device, capture = options.target.device, assembly.capture_per_kind
-    train = trace_stage_step(*step, example.train, device=device, capture=capture, sum_in=options.precision.sum_in)
+    sum_in = options.precision.sum_in
+    train = trace_stage_step(
+        model, assembly.loss, modules, example.train, device=device, capture=capture, sum_in=sum_in
+    )
     if example.evaluate is not None:
-        evaluate = trace_stage_evaluation(*step, example.evaluate, device=device, capture=capture)
+        evaluate = trace_stage_evaluation(
+            model, assembly.evaluation_loss, modules, example.evaluate, device=device, capture=capture
+        )
     logger.info(f"stage {number}: traced in {time.perf_counter() - begin:.1f} s, {len(train.gm.graph.nodes)} nodes")
     return train, evaluate
 

@@ -22,4 +22,5 @@ class Model(llama3.Model):
             losses.update(large_logits=0.1 * each_BL, kind_of_row=0.3 * of_row_BL, gain=0.2 * gain_BL)
         if only is None or "tok_embeddings" in only:  # a term that depends on no parameter, in a pipeline's first stage
             losses["odd_tokens"] = 0.1 * (tokens_BL % 2).to(logits_BLV.dtype)
-        return logits_BLV, side._replace(losses=losses)
+        metrics = {"token": tokens_BL.to(logits_BLV.dtype)} if only is None or "tok_embeddings" in only else {}
+        return logits_BLV, side._replace(losses=losses, metrics=metrics)

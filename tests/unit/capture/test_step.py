@@ -149,7 +149,7 @@ def test_gradients_of_one_step_are_no_part_of_the_next() -> None:
 
 
 def test_another_loss_is_another_trace() -> None:
-    def doubled(logits: Tensor, labels: Tensor, num_tokens: Tensor) -> Tensor:
+    def doubled(logits: Tensor, labels: Tensor, num_tokens: Tensor, *more: Any) -> Tensor:
         return 2 * cross_entropy(logits, labels, num_tokens)
 
     tiny = model()
@@ -222,6 +222,15 @@ def test_a_term_that_is_no_number_for_each_token_is_refused(wrong: Callable[[Ten
         (lambda x, z: (x, SideOutputs([z])), r"must return the pair .*, not \(Tensor, SideOutputs\(list, "),
         (lambda x, z: (x, SideOutputs({"z": z}, None)), "SideOutputs.dict, NoneType"),
         (lambda x, z: (x, SideOutputs({}, {"loss/z": z})), "SideOutputs.state: loss/z: names that begin with loss/"),
+        (
+            lambda x, z: (x, SideOutputs({}, {"metric/z": z})),
+            "state: metric/z: names .*with metric/ metrics",
+        ),
+        (
+            lambda x, z: (x, SideOutputs(metrics={"m": z.mean()})),
+            r"metrics: m has the shape \(\); each must",
+        ),
+        (lambda x, z: (x, SideOutputs(metrics=[z])), "its losses, state and metrics each a dict"),
         (lambda x, z: (x, SideOutputs({1: z})), "losses: 1 can't be a metric's name"),
         (lambda x, z: (x, SideOutputs({"a/b": z})), "losses: 'a/b' can't be a metric's name"),
         (lambda x, z: (x, SideOutputs({"": z})), "losses: '' can't be a metric's name"),
@@ -248,5 +257,5 @@ def test_a_term_with_rows_of_several_lengths_is_refused() -> None:
             logits_BLV, beside = super().forward(*args, **kwargs)
             return logits_BLV, beside._replace(losses={"z": logits_BLV.logsumexp(-1)})
 
-    with pytest.raises(UserError, match="training.dynamic_seq_len = true: not with a loss in SideOutputs.losses"):
+    with pytest.raises(UserError, match="training.dynamic_seq_len = true: not with SideOutputs.losses"):
         make_eager_step(Own(), cross_entropy)(*inputs(0))

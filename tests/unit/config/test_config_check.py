@@ -119,6 +119,22 @@ def test_a_row_is_cut_over_context_and_tensor_parallel(arguments: str, needed: s
     assert check(load(f"--training.seq_len 16 {degrees}".split()), 8) == []
 
 
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        (
+            "--loss.label_smoothing 0.1",
+            "loss.label_smoothing = 0.1: only cross entropy has it, and loss.name",
+        ),
+        ("--loss.z_loss 1e-4", "loss.z_loss = 0.0001: only cross entropy has it"),
+        ("--training.loss_chunks 2", "training.loss_chunks = 2: not with loss.name = my.loss, which sees all logits"),
+    ],
+)
+def test_what_a_loss_of_the_users_own_does_not_go_with_is_named(option: str, words: str) -> None:
+    (line,) = problems(f"--loss.name my.loss {option}", 1)
+    assert words in line
+
+
 def test_a_dry_run_has_no_numbers_to_verify_passes_on() -> None:
     assert "nothing" in problems("--debug.verify_passes --comm.mode fake_backend", 4)[0]
     assert check(load(["--debug.verify_passes"]), 4) == []

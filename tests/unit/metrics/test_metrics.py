@@ -370,7 +370,7 @@ def test_a_chart_is_added_when_its_first_curve_comes(tmp_path: Path) -> None:
 
 
 def test_every_chart_shows_a_curve_that_there_is(tmp_path: Path) -> None:
-    tags = [*metrics.TAGS.values(), "experts/imbalance/layers.0", "train/loss/experts"]
+    tags = [*metrics.TAGS.values(), "experts/imbalance/layers.0", "train/loss/experts", "metrics/accuracy"]
     for category in tensorboard.LAYOUT.values():
         for patterns in category.values():
             assert all(any(re.match(pattern, tag) for tag in tags) for pattern in patterns)
@@ -421,6 +421,14 @@ def test_the_terms_of_a_loss_are_a_key_and_curves_where_there_are_several(tmp_pa
         run(logs, 1, 1, loss_terms={"cross_entropy": torch.tensor(2.0), "own": torch.tensor(0.5)})
     assert lines(tmp_path / "metrics.jsonl")[0]["loss_terms"] == {"cross_entropy": 2.0, "own": 0.5}
     assert scalars(tmp_path / "tb")["train/loss/own"] == [(1, 0.5)]
+
+
+def test_metrics_of_the_users_own_are_a_key_and_curves(tmp_path: Path) -> None:
+    with build(tmp_path, options={"enable_tensorboard": True}) as logs:
+        run(logs, 1, 1, own_metrics={"accuracy": torch.tensor(0.25)})
+    record = lines(tmp_path / "metrics.jsonl")[0]
+    assert record["metrics"] == {"accuracy": 0.25} and "loss_terms" not in record
+    assert scalars(tmp_path / "tb")["metrics/accuracy"] == [(1, 0.25)]
 
 
 def test_the_loads_of_experts_are_written_where_they_are_asked_for(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from torchtitan_graph.data.batch import IGNORE_INDEX
 from torchtitan_graph.ops.loss import cross_entropy_backward, cross_entropy_backward_, cross_entropy_terms
 
 ONE = torch.ones(())
+NONE = losses.Regularizers()
 # Of the sum in fp32 or fp64, relative; and of the gradient, which is rounded to the logits' dtype.
 CLOSE = {torch.float64: (1e-14, 1e-14), torch.float32: (1e-6, 1e-6), torch.bfloat16: (1e-6, 3e-3)}
 
@@ -22,35 +23,46 @@ def inputs(T: int, V: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return (torch.randn(T, V, generator=generator) * 3).to(dtype), labels_T
 
 
-def errors(found: tuple[Tensor, Tensor], logits_TV: Tensor, labels_T: Tensor) -> tuple[float, float]:
+def errors(
+    found: tuple[Tensor, Tensor], logits_TV: Tensor, labels_T: Tensor, added: losses.Regularizers = NONE
+) -> tuple[float, float]:
     """Give how far a sum and a third of its gradient are from torch's in fp64."""
-    exact_TV = logits_TV.double().requires_grad_()
-    exact = F.cross_entropy(exact_TV, labels_T, reduction="sum")
+    exact_TV = logits_TV.double().clone().requires_grad_()
+    exact = F.cross_entropy(exact_TV, labels_T, reduction="sum", label_smoothing=added.label_smoothing)
+    exact = exact + added.z_loss * exact_TV[labels_T != IGNORE_INDEX].logsumexp(1).square().sum()
     (exact / 3).backward()
     pairs = zip(found, (exact.detach(), exact_TV.grad), strict=True)
     return tuple(float((ours - theirs).norm() / theirs.norm()) for ours, theirs in pairs)  # type: ignore[union-attr, return-value]
 
 
-def loss_and_gradient(logits_TV: Tensor, labels_T: Tensor) -> tuple[Tensor, Tensor]:
+def loss_and_gradient(logits_TV: Tensor, labels_T: Tensor, added: losses.Regularizers = NONE) -> tuple[Tensor, Tensor]:
     logits_TV = logits_TV.detach().requires_grad_()
-    loss = losses.cross_entropy(logits_TV[None], labels_T[None], ONE)
+    loss = losses.cross_entropy(logits_TV[None], labels_T[None], ONE, regularizers=added)
+    loss = loss if isinstance(loss, Tensor) else loss[0]
     return loss.detach(), *torch.autograd.grad(loss / 3, [logits_TV])
 
 
-def of_ranks(logits_TV: Tensor, labels_T: Tensor, degree: int, first: int | None = None) -> tuple[Tensor, Tensor]:
+def of_ranks(
+    logits_TV: Tensor,
+    labels_T: Tensor,
+    degree: int,
+    first: int | None = None,
+    added: losses.Regularizers = NONE,
+) -> tuple[Tensor, Tensor]:
     """Compute on one process what ranks do with a part of the classes each, whose first the second rank takes to be
     `first`. The loss is the first rank's."""
     parts = logits_TV.detach().chunk(degree, dim=1)
     begins = [rank * parts[0].shape[1] for rank in range(degree)]
     begins[1] = begins[1] if first is None else first
-    gathered = [cross_entropy_terms(part, labels_T - begin) for part, begin in zip(parts, begins, strict=True)]
+    sums = bool(added.label_smoothing)
+    gathered = [cross_entropy_terms(part, labels_T - begin, sums) for part, begin in zip(parts, begins, strict=True)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(losses, "_gathered", lambda terms_3T, part: torch.cat(gathered))
         made = []
         for part, begin in zip(parts, begins, strict=True):
             leaf = part.clone().requires_grad_()
             of_rank = losses._Part(begin, degree, "of the test")
-            loss = losses._CrossEntropy.apply(leaf, labels_T, of_rank, False)
+            loss = losses._CrossEntropy.apply(leaf, labels_T, of_rank, added, False)[0]
             made.append((loss.detach(), *torch.autograd.grad(loss / 3, [leaf])))
     assert all(torch.equal(loss, made[0][0]) for loss, _ in made)
     return made[0][0], torch.cat([gradient for _, gradient in made], dim=1)
@@ -111,6 +123,35 @@ def test_numbers_of_a_sharded_vocabulary(T: int, V: int, degree: int, dtype: tor
         assert min(errors(of_ranks(logits_TV, labels_T.roll(1), degree), logits_TV, labels_T)) > 0.001
 
 
+REGULARIZED = [losses.Regularizers(0.1), losses.Regularizers(z_loss=0.01), losses.Regularizers(0.2, 0.01)]
+
+
+@pytest.mark.parametrize("dtype", CLOSE)
+@pytest.mark.parametrize("added", REGULARIZED)
+def test_label_smoothing_and_z_loss_are_torchs(added: losses.Regularizers, dtype: torch.dtype) -> None:
+    """Of a whole vocabulary, of a sharded one, and in chunks; without one of them it would be off."""
+    logits_TV, labels_T = inputs(77, 510, dtype)
+    for found in (loss_and_gradient(logits_TV, labels_T, added), of_ranks(logits_TV, labels_T, 3, added=added)):
+        far = errors(found, logits_TV, labels_T, added)
+        assert all(x <= bound for x, bound in zip(far, CLOSE[dtype], strict=True)), far
+        assert min(errors(found, logits_TV, labels_T, NONE)) > 0.005
+
+
+@pytest.mark.parametrize("added", REGULARIZED)
+def test_they_are_the_same_in_chunks_and_so_are_the_parts_that_are_logged(added: losses.Regularizers) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x_BLD = torch.randn(1, 19, 8, generator=generator, dtype=torch.float64).requires_grad_()
+    labels_BL, output = inputs(19, 509, torch.float64)[1][None], torch.nn.Linear(8, 509, bias=False).double()
+    found = []
+    for chunks in (1, 3):
+        loss, parts = losses.cross_entropy(x_BLD, labels_BL, ONE, output, chunks=chunks, regularizers=added)
+        assert not any(x.requires_grad for x in parts.values())
+        found.append([loss.detach(), *parts.values(), *torch.autograd.grad(loss, [x_BLD, output.weight])])
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-14)
+    plain = losses.cross_entropy(x_BLD, labels_BL, ONE, output)
+    torch.testing.assert_close(found[0][1], plain.detach(), rtol=1e-14, atol=0)
+
+
 def test_a_rank_whose_logits_are_all_the_least_changes_nothing() -> None:
     """Classes that fill a vocabulary up to a size that divides."""
     logits_TV, labels_T = inputs(40, 6, torch.float32)
@@ -139,6 +180,9 @@ def test_torch_can_trace_and_differentiate_it() -> None:
     logits_TV, labels_T = inputs(7, 11, torch.float64)
     torch.library.opcheck(cross_entropy_terms, (logits_TV, labels_T))
     torch.library.opcheck(cross_entropy_backward, (logits_TV, labels_T, *torch.rand(3, 7, dtype=torch.float64)))
+    torch.library.opcheck(cross_entropy_terms, (logits_TV, labels_T, True))
+    rows = torch.rand(3, 7, dtype=torch.float64)
+    torch.library.opcheck(cross_entropy_backward, (logits_TV, labels_T, *rows, 0.1, 11, 0.01))
     torch.autograd.gradcheck(lambda x: losses.cross_entropy(x[None], labels_T[None], ONE), logits_TV.requires_grad_())
 
 

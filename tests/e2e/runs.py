@@ -244,5 +244,6 @@ def saved(folder: Path, step: int) -> dict[str, Any]:
 
 
 def saved_steps(folder: Path) -> list[int]:
-    """List the steps whose checkpoints are there; anything else in the folder is an error."""
-    return sorted(int(path.name.removeprefix("step-")) for path in (folder / "checkpoint").iterdir())
+    """List the steps whose checkpoints are there; anything else in the folder, but the best's record, is an error."""
+    found = [path.name for path in (folder / "checkpoint").iterdir() if path.name != "best.json"]
+    return sorted(int(name.removeprefix("step-")) for name in found)

@@ -238,8 +238,9 @@ def save_model(folder: Path, model: nn.Module) -> Path:
     return path
 
 
-def load_model(path: Path, model: nn.Module) -> None:
-    """Load a checkpoint, complete or of the model only, into a model, converted to the model's dtypes.
+def load_model(path: Path, model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+    """Load a checkpoint, complete or of the model only, into a model, converted to the model's dtypes; where its
+    parameters are sharded, all ranks together, through the process group of files.
 
     Raises UserError if `path` is not a whole checkpoint, or one of another model.
     """
@@ -248,8 +249,8 @@ def load_model(path: Path, model: nn.Module) -> None:
         raise UserError(f"{path} is not a checkpoint: {problem}")
     metadata = read_metadata(path)
     tensors = _tensors_to_load(model, None, True, metadata)
-    _check_same_model(path, metadata, tensors, ("model",), convert=True, group=None)
-    load_tensors(path, metadata, tensors)
+    _check_same_model(path, metadata, tensors, ("model",), convert=True, group=group)
+    load_tensors(path, metadata, tensors, group)
 
 
 def _model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:

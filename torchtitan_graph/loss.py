@@ -250,3 +250,39 @@ class _InChunks(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         dx_TD, dweight_VD = ctx.saved_tensors
         return dx_TD * grads[0], dweight_VD * grads[0], None, None, None, None
+
+
+def score_labels(
+    x: Tensor,
+    labels_BL: Tensor,
+    num_tokens: Tensor,
+    output: nn.Module | None = None,
+    batch: Any = None,
+    *,
+    chunks: int = 1,
+) -> Tensor:
+    """Return the log-probability of each label, and 1 where the label is the first of the likeliest classes, else 0;
+    as (2, T) in fp32, in fp64 for logits in it. Both are 0 where a label is IGNORE_INDEX.
+
+    The arguments are those of `cross_entropy`; `num_tokens` and `batch` are not used. There is no gradient.
+    """
+    labels_T = labels_BL.flatten()
+    if output is not None and chunks > 1:
+        x_TD, weight_VD, part = _local(x, output.weight)  # type: ignore[arg-type]
+        pairs = zip(x_TD.chunk(chunks), labels_T.chunk(chunks), strict=True)
+        return torch.cat([_scores(x_RD @ weight_VD.t(), labels_R, part) for x_RD, labels_R in pairs], dim=1)
+    logits_BLV = x if output is None else output(x)
+    part = _part_of(logits_BLV) if isinstance(logits_BLV, DTensor) else _WHOLE
+    local_BLV = logits_BLV.to_local() if isinstance(logits_BLV, DTensor) else logits_BLV
+    return _scores(local_BLV.flatten(0, 1), labels_T, part)
+
+
+def _scores(logits_TV: Tensor, labels_T: Tensor, part: _Part) -> Tensor:
+    (losses_T,), rows = _losses(logits_TV.contiguous(), labels_T, part, _NONE)
+    largest_T, likeliest_T = logits_TV.max(1)
+    if part.degree > 1:
+        found_2T = torch.stack([largest_T.to(losses_T.dtype), (likeliest_T + part.first).to(losses_T.dtype)])
+        largest_RT, likeliest_RT = _gathered(found_2T, part).unflatten(0, (part.degree, 2)).unbind(1)
+        likeliest_T = torch.where(largest_RT == largest_RT.amax(0), likeliest_RT, torch.inf).amin(0)
+    scores_2T = torch.stack([-losses_T, (likeliest_T == labels_T).to(losses_T.dtype)])
+    return scores_2T.masked_fill(rows.is_ignored_T, 0.0)

@@ -80,7 +80,7 @@ def _main(argv: Sequence[str] | None) -> int:
         check_disabled(config.compile.disable_passes)
         blueprint = retry_io(partial(Blueprint, config, world_size))
         config = blueprint.config  # resolved: what is compared with an earlier start of the run, and saved
-        _start(config, world_size, fake)
+        start_process(config, world_size, fake)
         if fake:
             _dry_run(blueprint, begin)
             return 0
@@ -151,7 +151,8 @@ def _end(error: BaseException, code: int, folder: Path | None, run: RunFolder | 
     return code
 
 
-def _start(config: JobConfig, world_size: int, fake: bool) -> None:
+def start_process(config: JobConfig, world_size: int, fake: bool = False) -> None:
+    """Prepare this process for a job, and join its ranks."""
     choose_kernels(config)
     torch.manual_seed(config.debug.seed or 0)
     if fake:

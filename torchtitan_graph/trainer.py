@@ -21,17 +21,21 @@ from torchtitan_graph import stop
 from torchtitan_graph.blueprint import Blueprint
 from torchtitan_graph.capture.uncollected import uncollected
 from torchtitan_graph.checkpoint import (
+    Best,
     Checkpointer,
     SaveError,
+    best_of,
     check_loadable,
+    find_best,
     find_likely,
 )
 from torchtitan_graph.checkpoint.folder import CHECKPOINTS
 from torchtitan_graph.config import dump_toml, job
+from torchtitan_graph.config.job import validation_metrics
 from torchtitan_graph.data.feed import Feed
 from torchtitan_graph.data.forms import RowFormat
 from torchtitan_graph.data.loader import DataLoader, build_dataloader, merge_states
-from torchtitan_graph.data.open_corpus import validation_corpus
+from torchtitan_graph.data.open_corpus import naming_set, validation_corpus
 from torchtitan_graph.data.packing import Counts, in_words
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.forecast import check_fits, forecast
@@ -87,6 +91,7 @@ class Trainer:
         self.step = self.tokens_seen = 0
         self.stop_signal = 0  # the signal that asked a rank to stop; the same on all ranks
         self.tokens_by_source: dict[str, int] = {}
+        self.best: Best | None = None  # of the validations so far, where anything depends on it
         config = self.config
         with _reporting_out_of_memory(self._progress, blueprint):
             if config.checkpoint.enable or config.checkpoint.initial_load_path:
@@ -179,16 +184,16 @@ class Trainer:
             HangWatch(config.comm, self.blueprint.dump_folder, self.rank) as hang,
         ):
             first = self.step + 1
-            last = self.step >= config.training.steps
+            last = self._is_over()
             run.resume(self.step)
-            while self.step < config.training.steps:
+            while not last:
                 metrics.start_step()
                 with hang.watch(first=self.step < first):
                     trained = self.train_step(metrics)
                 if not trained:
                     logger.info(f"the data is used up after step {self.step}")
                     metrics.log_pending()
-                last = not trained or self.step == config.training.steps
+                last, is_best = not trained or self._is_over(), False
                 run.done(self.step, metrics.loss)
                 if self.step == first:
                     self._set_timeouts(config.comm.train_timeout_seconds)  # all is warm: detect a hang soon
@@ -196,16 +201,19 @@ class Trainer:
                     gc.collect(1)
                 if config.validation.enable and (last or self.step % config.validation.freq == 0):
                     with run.during("validation"):
-                        metrics.log_validation(self.step, self.validate())
+                        losses = self.validate()
+                        metrics.log_validation(self.step, losses)
+                        is_best = self._note_best(losses)
+                    last = last or self._is_over()
                 if last:
                     self.stop_signal = 0  # there is nothing left to stop
                 with run.during("checkpoint"):
                     if self.stop_signal:
                         self.checkpointer.save(self.step, self._train_state())
                     else:
-                        self.checkpointer.maybe_save(self.step, self._train_state, last=last)
+                        self.checkpointer.maybe_save(self.step, self._train_state, last=last, is_best=is_best)
                 profiler_step()
-                if last or self.stop_signal:
+                if self.stop_signal:
                     break
             if last and config.checkpoint.last_save_in_hf:
                 with run.during("checkpoint"):
@@ -291,25 +299,49 @@ class Trainer:
         )
 
     @torch.no_grad()
-    def validate(self) -> float:
-        """Return the mean loss per target of the validation split, or of its first `validation.steps` microbatches."""
-        assert self.validation_data is not None, "opened where validation.enable is set"
-        config, data = self.config.validation, self.validation_data.rewind()
-        rows = config.local_batch_size * self.blueprint.dims.data
-        feed = Feed(data, self.layout, self.device, rows_per_step=rows, most=config.steps)
+    def validate(self) -> dict[str, float]:
+        """Return the validation losses by their metrics' names, the same on all ranks, which decide by them."""
+        means = [self._validate(*each) for each in self.validation_data.values()]
+        losses = torch.stack(means)
+        dist.broadcast(losses, src=0)
+        return dict(zip(self.validation_data, losses.tolist(), strict=True))  # the only wait for the device
+
+    def _validate(self, data: DataLoader, most: int, option: str) -> Tensor:
+        """Return the mean loss per target of a corpus, or of its first `most` microbatches."""
+        rows = self.config.validation.local_batch_size * self.blueprint.dims.data
+        feed = Feed(data.rewind(), self.layout, self.device, rows_per_step=rows, most=most)
         totals = torch.zeros(2, dtype=torch.float64, device=self.device)  # sums of losses, and of targets
         batch = feed.next()
         if batch is None:
-            raise UserError("validation.dataset: its validation split holds no document with text")
+            raise UserError(f"{option}: its validation split holds no document with text")
         while batch is not None:
             loss = self.layout.sum_over_data(self.steps.evaluate(batch.on_device[0], batch.on_host[0]).double())
             totals += torch.stack([loss, batch.num_tokens.double()])
             batch = feed.next()
-        return float(totals[0] / totals[1])  # the only wait for the device
+        return totals[0] / totals[1]
+
+    def _note_best(self, losses: dict[str, float]) -> bool:
+        """Take validation losses into account for the best one, and return whether they hold it."""
+        validation = self.config.validation
+        if not validation.patience and not self.config.checkpoint.keep_best:
+            return False
+        metric = validation.best_metric or next(iter(losses))
+        self.best = find_best(self.best, metric, self.step, losses[metric])
+        if self.best is not None and 0 < validation.patience <= self.best.since:
+            logger.info(
+                f"{self.best.since} validations in a row found no {metric} below {self.best.value:.4f}, of step "
+                f"{self.best.step}: the run ends after step {self.step} (validation.patience = {validation.patience})"
+            )
+        return self.best is not None and self.best.step == self.step
+
+    def _is_over(self) -> bool:
+        """Return whether the run has done all its steps, or has no patience left."""
+        out_of_patience = self.best is not None and 0 < self.config.validation.patience <= self.best.since
+        return self.step >= self.config.training.steps or out_of_patience
 
     def _resume(self) -> None:
         assets = self.blueprint.assets
-        state = self.checkpointer.load(self.config.training.steps)
+        state = self.checkpointer.load(self.config.training.steps, self.config.validation.patience)
         if not self.checkpointer.loaded_optimizer:
             forget_rehearsal(self.optimizer)
         if state is not None:
@@ -320,6 +352,9 @@ class Trainer:
             logger.info(f"resuming after step {self.step}")
             if self.step >= self.config.training.steps:
                 logger.info(f"training.steps = {self.config.training.steps}: there is no step left to do")
+            elif self._is_over():
+                patience = self.config.validation.patience
+                logger.info(f"validation.patience = {patience}: it is used up, so there is no step left to do")
         elif self.config.checkpoint.initial_load_in_hf:
             quantized = self.config.checkpoint.initial_load_in_hf_quantized
             with self.blueprint.initial_load_in_hf() as path:
@@ -335,6 +370,7 @@ class Trainer:
         """Restore the state that `_train_state` returned, without the parts in checkpoint.exclude_from_loading."""
         self.step, self.tokens_seen = state.get("step", 0), state.get("tokens_seen", 0)
         self.tokens_by_source = state.get("tokens_by_source", {})
+        self.best = best_of(state, self.config.validation.best_metric or validation_metrics(self.config)[0])
         if "data" in state:
             self.train_data.load_state_dict(state["data"])
         if "rng" in state:
@@ -374,6 +410,7 @@ class Trainer:
             "step": self.step,
             "tokens_seen": self.tokens_seen,
             "tokens_by_source": self.tokens_by_source,
+            **({} if self.best is None else {"best": self.best._asdict()}),
             "data": data,
             "rng": bytes(torch.get_rng_state().tolist()).hex(),
         }
@@ -387,7 +424,7 @@ class Trainer:
 def _check_tensors_to_load(blueprint: Blueprint) -> None:
     config = blueprint.config.checkpoint
     folder = blueprint.dump_folder / CHECKPOINTS
-    path = find_likely(folder, config, blueprint.config.training.steps)
+    path = find_likely(folder, config, blueprint.config.training.steps, blueprint.config.validation.patience)
     if path is None:
         return
     model = blueprint.model
@@ -400,18 +437,28 @@ def _check_tensors_to_load(blueprint: Blueprint) -> None:
     check_loadable(path, folder, config, model, optimizer)
 
 
-def _open_data(blueprint: Blueprint) -> tuple[DataLoader, DataLoader | None]:
-    """Open the corpora of training and, if there is one, of validation, so that their problems are reported before any
-    step."""
-    training, validation = blueprint.config.training, blueprint.config.validation
+def _open_data(blueprint: Blueprint) -> tuple[DataLoader, dict[str, tuple[DataLoader, int, str]]]:
+    """Open the corpora of training and of validation, so that their problems are reported before any step."""
+    training = blueprint.config.training
     corpus = dict(dataset=training.dataset, dataset_path=training.dataset_path, sources=training.sources)
     rows = rows_per_microbatch(blueprint.config)
     train_data = _open_corpus(blueprint, training, corpus | {"split": "train"}, training.epochs, rows)
-    if not validation.enable:
-        return train_data, None
-    corpus = validation_corpus(blueprint.config)
-    epochs = 0 if corpus["sources"] else 1  # sources don't end together
-    return train_data, _open_corpus(blueprint, validation, corpus, epochs, validation.local_batch_size)
+    return train_data, open_validation(blueprint) if blueprint.config.validation.enable else {}
+
+
+def open_validation(blueprint: Blueprint) -> dict[str, tuple[DataLoader, int, str]]:
+    """Return a loader of each validation corpus, its number of microbatches and the option that names it, by the name
+    of its loss in the metrics."""
+    config, table, opened = blueprint.config, blueprint.config.validation, {}
+    for number, metric in enumerate(validation_metrics(config)):
+        of = table.sets[number] if table.sets else None
+        with naming_set(None if of is None else number):
+            corpus = validation_corpus(config, of)
+            epochs = 0 if corpus["sources"] else 1  # sources don't end together
+            data = _open_corpus(blueprint, table, corpus, epochs, table.local_batch_size)
+        option = "validation.dataset" if of is None else f"validation.sets, entry {number + 1}"
+        opened[metric] = data, table.steps if of is None or of.steps is None else of.steps, option
+    return opened
 
 
 def _open_corpus(

@@ -51,13 +51,24 @@ def start(*options: str, ranks: int = 1, patch: Callable[[], None] | None = None
     No launcher is about: all ranks print to one stream. And forks order their sets alike; ranks of their own, which
     must agree though they don't, are those of `torchrun`, run_train.sh and the pool.
     """
-    run = Forks("--job.config_file", TINY, *options)
+    return _start(_train, "--job.config_file", TINY, *options, ranks=ranks, patch=patch, **env)
+
+
+def evaluate(*words: str, ranks: int = 1) -> Result:
+    """Run python -m torchtitan_graph.evaluate with these words, each rank a forked process."""
+    return _start(_evaluate, *words, ranks=ranks).finish()
+
+
+def _start(
+    work: Callable[[list[str]], Any], *words: str, ranks: int, patch: Callable[[], None] | None = None, **env: str
+) -> "Forks":
+    run = Forks(*words)
     if ranks > 1:  # this process hosts the store, as a launcher does
         run.store = host_store(datetime.timedelta(seconds=TIMEOUT_S))
         env = {"MASTER_PORT": str(run.store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"} | env
         env = {"MASTER_ADDR": LOOPBACK, "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)} | env
     for rank in range(ranks):
-        run.fork(_train, patch, {"RANK": str(rank), "LOCAL_RANK": str(rank), **env} if ranks > 1 else env)
+        run.fork(work, patch, {"RANK": str(rank), "LOCAL_RANK": str(rank), **env} if ranks > 1 else env)
     return run
 
 
@@ -146,6 +157,12 @@ def _train(words: list[str]) -> int:
     from torchtitan_graph.train import main
 
     stop.START = time.time()  # not when the process that was forked began
+    return main(words)
+
+
+def _evaluate(words: list[str]) -> int:
+    from torchtitan_graph.evaluate.__main__ import main
+
     return main(words)
 
 
@@ -244,5 +261,6 @@ def saved(folder: Path, step: int) -> dict[str, Any]:
 
 
 def saved_steps(folder: Path) -> list[int]:
-    """List the steps whose checkpoints are there; anything else in the folder is an error."""
-    return sorted(int(path.name.removeprefix("step-")) for path in (folder / "checkpoint").iterdir())
+    """List the steps whose checkpoints are there; anything else in the folder, but the best's record, is an error."""
+    found = [path.name for path in (folder / "checkpoint").iterdir() if path.name != "best.json"]
+    return sorted(int(name.removeprefix("step-")) for name in found)

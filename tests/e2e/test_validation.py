@@ -1,9 +1,10 @@
 """Validation says the loss of its whole split, however many ranks share it, and leaves the training alone."""
 
+import json
 from pathlib import Path
 
 import pytest
-from runs import numbers, records, saved, train
+from runs import numbers, records, saved, saved_steps, train
 
 
 @pytest.mark.parametrize("mode", ["graph", pytest.param("eager", marks=pytest.mark.slow)])
@@ -57,3 +58,52 @@ def test_the_loss_is_that_of_the_split_on_any_number_of_ranks(corpus: Path, tmp_
     assert split_loss(tmp_path / "context", 2, corpus, *context) == pytest.approx(alone, rel=1e-6)
     assert numbers(tmp_path / "context")[1] == pytest.approx(numbers(tmp_path / "alone")[1], rel=1e-6)  # of training
     assert split_loss(tmp_path / "part", 1, corpus, "--validation.steps", "1") != pytest.approx(alone, rel=1e-6)
+
+
+def test_each_set_has_the_loss_of_a_run_that_validates_on_it_alone(corpus: Path, tmp_path: Path) -> None:
+    sets = f"[{{name = 'files', dataset_path = '{corpus}', steps = -1}}, {{name = 'held_out'}}]"
+    what = ["--training.steps", "1", "--checkpoint.no-enable", "--validation.enable"]
+    for name, options in {
+        "sets": ["--validation.sets", sets],
+        "files": ["--validation.dataset_path", str(corpus), "--validation.steps", "-1"],
+        "held_out": [],
+    }.items():
+        code, output = train("--job.dump_folder", str(tmp_path / name), *what, *options)
+        assert code == 0, output
+    found = records(tmp_path / "sets")[-1]
+    alone = {name: records(tmp_path / name)[-1]["validation_loss"] for name in ("files", "held_out")}
+    assert found == {"step": 1, **{f"validation_loss/{name}": loss for name, loss in alone.items()}}
+
+
+PATIENT = [  # with lr = 0 no validation is better than the first
+    *["--optimizer.lr", "0", "--validation.enable", "--validation.freq", "1", "--validation.patience", "3"],
+    *["--checkpoint.keep_best", "--checkpoint.keep_latest_k", "2", "--checkpoint.interval", "1"],
+    *["--lr_scheduler.total_steps", "9"],
+]
+
+
+def test_a_run_without_improvement_ends_and_keeps_its_best_also_when_it_is_resumed(tmp_path: Path) -> None:
+    for name, parts in {"whole": ["9"], "parts": ["2", "9"]}.items():
+        for steps in parts:
+            code, output = train("--job.dump_folder", str(tmp_path / name), *PATIENT, "--training.steps", steps)
+            assert code == 0, output
+        assert "3 validations in a row found no validation_loss below" in output
+        assert saved_steps(tmp_path / name) == [1, 3, 4]
+        assert json.loads((tmp_path / name / "status.json").read_text())["state"] == "finished"
+    assert saved(tmp_path / "parts", 4) == saved(tmp_path / "whole", 4)
+    assert numbers(tmp_path / "parts") == numbers(tmp_path / "whole")
+    best = json.loads((tmp_path / "parts" / "checkpoint" / "best.json").read_text())
+    assert best == {"metric": "validation_loss", "step": 1, "value": records(tmp_path / "whole")[1]["validation_loss"]}
+
+
+def test_a_run_that_has_ended_for_want_of_patience_does_nothing_when_started_again(tmp_path: Path) -> None:
+    options = ["--job.dump_folder", str(tmp_path), *PATIENT, "--training.steps", "9"]
+    options += ["--checkpoint.last_save_model_only"]  # from that alone training couldn't go on
+    for _ in range(2):
+        code, output = train(*options)
+        assert code == 0, output
+    assert "validation.patience = 3: it is used up, so there is no step left to do" in output
+    assert max(numbers(tmp_path)) == 4
+    code, output = train(*options, "--validation.patience", "4")  # and with more of it goes on
+    assert code == 0, output
+    assert max(numbers(tmp_path)) == 5

@@ -1,5 +1,6 @@
 """Save and resume a run: on another number of ranks, in another layout, after a kill at any moment."""
 
+from torchtitan_graph.checkpoint.best import Best, best_checkpoint, best_of, find_best
 from torchtitan_graph.checkpoint.checkpointer import Checkpointer, check_loadable, load_model, save_model
 from torchtitan_graph.checkpoint.choose import check_choice, find_likely, is_new_run
 from torchtitan_graph.checkpoint.folder import newest_below
@@ -7,8 +8,12 @@ from torchtitan_graph.checkpoint.save import SAVE_POINTS, SaveError
 
 __all__ = [
     "SAVE_POINTS",
+    "Best",
     "Checkpointer",
     "SaveError",
+    "best_checkpoint",
+    "best_of",
+    "find_best",
     "is_new_run",
     "check_choice",
     "check_loadable",

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.optim.lr_scheduler import LRScheduler
 
+from torchtitan_graph.checkpoint.best import write_best
 from torchtitan_graph.checkpoint.choose import choose_undamaged
 from torchtitan_graph.checkpoint.folder import TRAIN_STATE, find_damage, find_problem, read_train_state, step_folder
 from torchtitan_graph.checkpoint.metadata import METADATA, read_metadata
@@ -27,7 +28,7 @@ from torchtitan_graph.parallel.chunk import chunk_of
 DUE, FAILED = 1, 2  # a rank's flags, which all ranks gather in every step: see `Checkpointer.flags`
 
 # The parts of the trainer's state, by their names in checkpoint.exclude_from_loading.
-TRAINER_PARTS = {"dataloader": ("data",), "train_state": ("step", "tokens_seen", "tokens_by_source", "rng")}
+TRAINER_PARTS = {"dataloader": ("data",), "train_state": ("step", "tokens_seen", "tokens_by_source", "best", "rng")}
 
 # Suffix of the buffers with float8 delayed scaling's history of earlier steps. A resumed run needs them; a model is
 # complete without them.
@@ -89,13 +90,15 @@ class Checkpointer:
             self.saver.wait()
             raise SaveError(f"saving a checkpoint failed on ranks {failed}, whose logs say why")
 
-    def maybe_save(self, step: int, get_train_state: Callable[[], dict[str, Any]], last: bool = False) -> None:
-        """Save if `step` is due by steps or by time, a milestone, or the last."""
+    def maybe_save(
+        self, step: int, get_train_state: Callable[[], dict[str, Any]], last: bool = False, is_best: bool = False
+    ) -> None:
+        """Save if `step` is due by steps or by time, a milestone, the last, or the best of a run that keeps it."""
         config = self.config
         if not config.enable or config.load_only:
             return  # before all ranks gather their state
         milestone = config.keep_every and step % config.keep_every == 0
-        if last or milestone or step % config.interval == 0 or self._time_is_up:
+        if last or (is_best and config.keep_best) or milestone or step % config.interval == 0 or self._time_is_up:
             self.save(step, get_train_state(), last)
 
     def save(self, step: int, train_state: dict[str, Any], last: bool = False) -> None:
@@ -119,19 +122,20 @@ class Checkpointer:
         """Wait for the running save; raise `SaveError` if it fails."""
         self.saver.wait()
 
-    def load(self, num_steps: int | None = None) -> dict[str, Any] | None:
+    def load(self, num_steps: int | None = None, patience: int = 0) -> dict[str, Any] | None:
         """Load the newest whole checkpoint, or the one of `checkpoint.load_step`; return its `train_state`.
 
         The folder and `checkpoint.remote_folder` are searched. Where there is none, or checkpoints are off,
         `checkpoint.initial_load_path` is loaded. Returns None if training begins at step 0: with nothing loaded, or
         with only the parameters of `initial_load_path`. The parts in `checkpoint.exclude_from_loading` are neither
         loaded nor returned. A run can't be resumed exactly from a checkpoint of only the model, so an older full one is
-        loaded instead, unless it is of the run's last step, `num_steps`, or later.
+        loaded instead, unless the run has ended: it is of the last step, `num_steps`, or later, or `patience`, where
+        that is not 0, validations have followed the best one.
 
         Raises UserError if there is no such checkpoint, none that can be resumed, it is damaged or of another model, or
         an address can't be read.
         """
-        path = choose_undamaged(self.folder, self.config, num_steps, self.group)
+        path = choose_undamaged(self.folder, self.config, num_steps, self.group, patience)
         if path is None:
             return None
         begin = time.perf_counter()
@@ -150,6 +154,8 @@ class Checkpointer:
         logger.info(f"loaded {what}checkpoint {path} in {time.perf_counter() - begin:.1f} s")
         if not resumed and model_only:
             return None
+        if resumed and self.config.keep_best and not self.config.load_only:
+            on_rank_0(lambda: write_best(self.folder, saved["train_state"]), self.group)
         if "lr_scheduler" not in excluded:
             self.lr_scheduler.load_state_dict(saved["lr_scheduler"])
         left_out = {key for part in excluded for key in TRAINER_PARTS.get(part, ())}
@@ -232,8 +238,9 @@ def save_model(folder: Path, model: nn.Module) -> Path:
     return path
 
 
-def load_model(path: Path, model: nn.Module) -> None:
-    """Load a checkpoint, complete or of the model only, into a model, converted to the model's dtypes.
+def load_model(path: Path, model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+    """Load a checkpoint, complete or of the model only, into a model, converted to the model's dtypes; where its
+    parameters are sharded, all ranks together, through the process group of files.
 
     Raises UserError if `path` is not a whole checkpoint, or one of another model.
     """
@@ -242,8 +249,8 @@ def load_model(path: Path, model: nn.Module) -> None:
         raise UserError(f"{path} is not a checkpoint: {problem}")
     metadata = read_metadata(path)
     tensors = _tensors_to_load(model, None, True, metadata)
-    _check_same_model(path, metadata, tensors, ("model",), convert=True, group=None)
-    load_tensors(path, metadata, tensors)
+    _check_same_model(path, metadata, tensors, ("model",), convert=True, group=group)
+    load_tensors(path, metadata, tensors, group)
 
 
 def _model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -33,6 +33,7 @@ class Candidate(NamedTuple):
     path: Path
     address: str | None = None  # remote address from which it must be downloaded to `path` first
     model_only: bool = False
+    since_best: int = 0  # validations since the best one
 
     @property
     def place(self) -> str:
@@ -41,7 +42,7 @@ class Candidate(NamedTuple):
 
 
 def choose_undamaged(
-    folder: Path, config: job.Checkpoint, num_steps: int | None, group: dist.ProcessGroup | None
+    folder: Path, config: job.Checkpoint, num_steps: int | None, group: dist.ProcessGroup | None, patience: int = 0
 ) -> Path | None:
     """Return the checkpoint to load, None if there is none; all ranks together.
 
@@ -51,7 +52,7 @@ def choose_undamaged(
     problems: dict[str, str] = {}
     while True:
         try:
-            choice = on_rank_0(lambda: _choose(folder, config, num_steps, problems), group)
+            choice = on_rank_0(lambda: _choose(folder, config, num_steps, problems, patience), group)
         except OSError as error:
             raise UserError(f"job.dump_folder: {why_unwritable(folder, error)}") from error
         if choice is None:
@@ -87,7 +88,7 @@ def check_choice(folder: Path, config: job.Checkpoint, num_steps: int) -> None:
         _choose_initial(folder, config, {})
 
 
-def find_likely(folder: Path, config: job.Checkpoint, num_steps: int) -> Path | None:
+def find_likely(folder: Path, config: job.Checkpoint, num_steps: int, patience: int = 0) -> Path | None:
     """Return the checkpoint that `choose_undamaged` will choose if none is damaged, by names and small files.
 
     None where these are not enough: for a remote address, or a save that was killed just before its end. Nothing is
@@ -101,10 +102,12 @@ def find_likely(folder: Path, config: job.Checkpoint, num_steps: int) -> Path | 
     steps = _own_steps(folder, {})
     if config.load_step >= 0:
         return steps[config.load_step].path if config.load_step in steps else None
-    return _find_newest(folder, steps, num_steps).path if steps else None
+    return _find_newest(folder, steps, num_steps, patience).path if steps else None
 
 
-def _choose(folder: Path, config: job.Checkpoint, num_steps: int | None, problems: dict[str, str]) -> Candidate | None:
+def _choose(
+    folder: Path, config: job.Checkpoint, num_steps: int | None, problems: dict[str, str], patience: int
+) -> Candidate | None:
     """Choose by names and small files. `problems` maps excluded places to reasons; more are added."""
     if not config.enable:
         return _choose_initial(folder, config, problems)
@@ -126,7 +129,7 @@ def _choose(folder: Path, config: job.Checkpoint, num_steps: int | None, problem
             )
         return steps[config.load_step]
     if steps:
-        chosen, newest = _find_newest(folder, steps, num_steps), max(steps)
+        chosen, newest = _find_newest(folder, steps, num_steps, patience), max(steps)
         if chosen is not steps[newest]:
             logger.warning(
                 f"{steps[newest].place} holds only the model (checkpoint.last_save_model_only = true): going on from "
@@ -155,7 +158,7 @@ def _own_steps(folder: Path, problems: dict[str, str]) -> dict[int, Candidate]:
         if problem := find_problem(path) or _find_wrong_name(read_train_state(path), step):
             problems[str(path)] = problem
         else:
-            steps[step] = Candidate(path, model_only=read_train_state(path)["model_only"])
+            steps[step] = _candidate(path, read_train_state(path))
     return steps
 
 
@@ -188,18 +191,24 @@ def _inspect(remote: Remote, path: Path, step: int) -> Candidate | str:
         state = remote.read_train_state()
     except UserError as error:
         return str(error)
-    return _find_wrong_name(state, step) or Candidate(path, remote.address, state["model_only"])
+    return _find_wrong_name(state, step) or _candidate(path, state, remote.address)
+
+
+def _candidate(path: Path, state: dict[str, Any], address: str | None = None) -> Candidate:
+    since_best = state["train_state"].get("best", {}).get("since", 0)
+    return Candidate(path, address, state["model_only"], since_best)
 
 
 def _find_wrong_name(state: dict[str, Any], step: int) -> str | None:
     return None if state["step"] == step else f"it is of step {state['step']}, and was renamed"
 
 
-def _find_newest(folder: Path, steps: dict[int, Candidate], num_steps: int | None) -> Candidate:
+def _find_newest(folder: Path, steps: dict[int, Candidate], num_steps: int | None, patience: int) -> Candidate:
     """Return the newest that can be resumed exactly, or the newest of all if nothing is left to train."""
     newest = max(steps)
     full = [step for step, candidate in steps.items() if not candidate.model_only]
-    if newest in full or (num_steps is not None and newest >= num_steps):
+    is_end = (num_steps is not None and newest >= num_steps) or 0 < patience <= steps[newest].since_best
+    if newest in full or is_end:
         return steps[newest]
     if not full:
         raise UserError(

@@ -62,11 +62,19 @@ class _DataPosition(msgspec.Struct):
     mixture: _MixturePosition | msgspec.UnsetType = msgspec.UNSET
 
 
+class _Best(msgspec.Struct):
+    metric: str
+    step: Count
+    value: float
+    since: Count
+
+
 class _TrainerState(msgspec.Struct):
     step: Count = 0
     tokens_seen: Count = 0
     tokens_by_source: dict[str, Count] = {}
     data: _DataPosition | msgspec.UnsetType = msgspec.UNSET
+    best: _Best | msgspec.UnsetType = msgspec.UNSET
     rng: Annotated[str, msgspec.Meta(pattern="^([0-9a-f]{2})*$")] = ""
 
 
@@ -291,24 +299,32 @@ def name_for_model(name: str, taken: Container[str]) -> str:
     )
 
 
-def prune(newest: Path, keep_latest_k: int, keep_every: int) -> None:
+def prune(newest: Path, keep_latest_k: int, keep_every: int, keep_best: bool = False) -> None:
     """Delete all complete checkpoints except `newest`, just written, and the `keep_latest_k - 1` of the highest steps.
 
     0 keeps all. Those of a multiple of `keep_every` steps, where that is not 0, are never deleted; nor are those of the
-    model alone.
+    model alone, nor with `keep_best` the best one.
     """
     steps = {step: path for step, path in find_steps(newest.parent).items() if not is_model_only(path)}
-    for step in excess_steps(steps, step_of(newest.name), keep_latest_k, keep_every):
+    for step in excess_steps(steps, step_of(newest.name), keep_latest_k, keep_every, best_step(newest, keep_best)):
         _rename(steps[step], steps[step].with_suffix(".deleting"))
     for path in newest.parent.glob("step-*.deleting"):
         _delete(path)
 
 
-def excess_steps(steps: Iterable[int], newest: int | None, keep_latest_k: int, keep_every: int) -> list[int]:
+def best_step(newest: Path, keep_best: bool) -> int | None:
+    """Return the step of the best checkpoint of a run whose newest one this is, None without one to keep."""
+    best = read_train_state(newest)["train_state"].get("best") if keep_best else None
+    return best and best["step"]
+
+
+def excess_steps(
+    steps: Iterable[int], newest: int | None, keep_latest_k: int, keep_every: int, best: int | None = None
+) -> list[int]:
     """Return the steps whose checkpoints `prune` deletes, here and at an address."""
     others = sorted(step for step in steps if step != newest)
     excess = others[: max(len(others) - (keep_latest_k - 1), 0)] if keep_latest_k else []
-    return [step for step in excess if not keep_every or step % keep_every]
+    return [step for step in excess if step != best and (not keep_every or step % keep_every)]
 
 
 def _delete(path: Path) -> None:

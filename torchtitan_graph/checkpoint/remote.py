@@ -19,6 +19,7 @@ from torchtitan_graph.checkpoint.folder import (
     MANIFEST,
     TRAIN_STATE,
     File,
+    best_step,
     commit,
     excess_steps,
     find_damage_together,
@@ -168,7 +169,15 @@ def _compare(newest: Path, address: str, config: job.Checkpoint) -> tuple[list[i
     whole = {step for step, remote in there.items() if remote.find_problem() is None}
     full = {step for step, path in here.items() if not is_model_only(path)}
     full |= {step for step in whole.difference(here) if not there[step].is_model_only()}
-    excess = set(excess_steps(full, step_of(newest.name), config.keep_latest_k, config.keep_every))
+    excess = set(
+        excess_steps(
+            full,
+            step_of(newest.name),
+            config.keep_latest_k,
+            config.keep_every,
+            best_step(newest, config.keep_best),
+        )
+    )
     missing = [
         step
         for step, path in here.items()

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from torchtitan_graph.checkpoint.best import write_best
 from torchtitan_graph.checkpoint.folder import (
     CONFIG,
     checksum,
@@ -32,7 +33,7 @@ from torchtitan_graph.patience import find_full_disk
 from torchtitan_graph.small_files import write_text
 
 # The functions that a save calls, in this order. A kill before, in or after any of them loses no complete checkpoint.
-SAVE_POINTS = ("prepare", "save_tensors", "write_train_state", "write_manifest", "commit", "prune")
+SAVE_POINTS = ("prepare", "save_tensors", "write_train_state", "write_manifest", "commit", "write_best", "prune")
 
 
 class SaveError(RuntimeError):
@@ -118,7 +119,9 @@ class Saver:
                 on_rank_0(lambda: write_text(tmp / CONFIG, self.run_config), group)
             on_rank_0(lambda: write_manifest(tmp, {name: crc for part in sums for name, crc in part.items()}), group)
             on_rank_0(lambda: commit(tmp), group)
-            on_rank_0(lambda: prune(path, self.config.keep_latest_k, self.config.keep_every), group)
+            keep_best = self.config.keep_best
+            on_rank_0(lambda: write_best(path.parent, train_state["train_state"] if keep_best else {}), group)
+            on_rank_0(lambda: prune(path, self.config.keep_latest_k, self.config.keep_every, keep_best), group)
         logger.info(f"saved checkpoint {path} in {time.perf_counter() - begin:.1f} s")
         if self.config.remote_folder is not None:
             self._upload(path, last)

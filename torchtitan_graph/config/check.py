@@ -3,12 +3,24 @@
 import dataclasses
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torchtitan_graph.config import checkpoint, graph, quantize
 from torchtitan_graph.config.columns import find_wrong_column
-from torchtitan_graph.config.job import OPTIONS, JobConfig, Problem, get, is_set, lines, source_name, unused
+from torchtitan_graph.config.job import (
+    OPTIONS,
+    JobConfig,
+    Problem,
+    Validation,
+    ValidationSet,
+    get,
+    is_set,
+    lines,
+    source_name,
+    unused,
+    validation_metrics,
+)
 from torchtitan_graph.config.nearest import did_you_mean
 from torchtitan_graph.config.option import brief
 from torchtitan_graph.config.resolve import one_line, problem_list
@@ -70,6 +82,7 @@ def check(config: JobConfig, world_size: int) -> list[str]:
     problems += [
         *_sources(config),
         *_columns(config),
+        *_validation(config),
         *graph.problems(config),
         *checkpoint.problems(config),
         *quantize.problems(config),
@@ -303,7 +316,9 @@ def _sources(config: JobConfig) -> Iterator[Problem]:
             yield Problem(alone, "is not used with training.sources; make it an entry there")
     if config.training.epochs:
         yield Problem("training.epochs", "each of training.sources repeats by itself; remove it")
-    if validation.enable and validation.steps == -1 and not (validation.dataset or validation.dataset_path):
+    corpora: Sequence[Validation | ValidationSet] = validation.sets or [validation]
+    held_out = [each for each in corpora if not (each.dataset or each.dataset_path)]
+    if validation.enable and any((validation.steps if x.steps is None else x.steps) == -1 for x in held_out):
         yield Problem(
             "validation.steps",
             "the sources of a mixture don't end together; set a number of microbatches, or name one corpus in"
@@ -330,6 +345,26 @@ def _columns(config: JobConfig) -> Iterator[Problem]:
             yield Problem("training.sources", f"entry {number}: columns: {wrong}")
 
 
+def _validation(config: JobConfig) -> Iterator[Problem]:
+    """Yield the problems of validation's sets, and of what its best value decides."""
+    validation, key, metrics = config.validation, "validation.sets", validation_metrics(config)
+    for alone in ("validation.dataset", "validation.dataset_path"):
+        if validation.sets and is_set(config, alone):
+            yield Problem(alone, f"is not used with {key}; make it an entry there")
+    if repeated := sorted({name for name in metrics if metrics.count(name) > 1}):
+        named = ", ".join(name.partition("/")[2] for name in repeated)
+        yield Problem(key, f"several entries are called {named}; give each a name of its own")
+    best = validation.best_metric
+    if best is not None and best not in metrics:
+        yield Problem(
+            "validation.best_metric",
+            f"is not a metric of validation; legal are {', '.join(metrics)}{did_you_mean(best, metrics)}",
+        )
+    for decided in ("validation.patience", "checkpoint.keep_best"):
+        if get(config, decided) and not validation.enable:
+            yield Problem(decided, "nothing is validated; set validation.enable = true")
+
+
 def _notices(config: JobConfig) -> Iterator[Problem]:
     """Yield each option that is set and has no effect, or one that may surprise."""
     total_steps, steps = config.lr_scheduler.total_steps, config.training.steps
@@ -349,6 +384,11 @@ def _notices(config: JobConfig) -> Iterator[Problem]:
     if not config.metrics.enable_tensorboard:
         no_histograms = "there are no histograms while metrics.enable_tensorboard is false"
         yield from unused(config, no_histograms, "metrics.histogram_freq")
+    if not config.validation.enable:
+        yield from unused(config, "nothing is validated while validation.enable is false", "validation.sets")
+    if not config.validation.patience and not config.checkpoint.keep_best:
+        needless = "decides nothing while validation.patience is 0 and checkpoint.keep_best is false"
+        yield from unused(config, needless, "validation.best_metric")
     if not config.model.num_mtp_layers:
         yield from unused(config, "there is no such loss while model.num_mtp_layers is 0", "training.mtp_loss_weight")
     if config.comm.mode != "fake_backend":

@@ -63,6 +63,8 @@ def notices(config: JobConfig) -> Iterator[Problem]:
         )
     if not checkpoint.enable and checkpoint.remote_folder is not None:
         yield Problem("checkpoint.remote_folder", "nothing is copied while checkpoint.enable is false")
+    if not checkpoint.enable and checkpoint.keep_best:
+        yield Problem("checkpoint.keep_best", "nothing is saved while checkpoint.enable is false")
     if not checkpoint.enable and checkpoint.last_save_in_hf:
         yield Problem("checkpoint.last_save_in_hf", "nothing is saved while checkpoint.enable is false")
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from torchtitan_graph.config.option import brief, option, options
 from torchtitan_graph.rates import RATES
 
+VALIDATION_LOSS = "validation_loss"  # the metric; of one of several sets, with /NAME
 _DOTTED, _NOT_EMPTY = r"\w+(\.\w+)+", "a string that is not empty"
 
 
@@ -263,6 +264,11 @@ class DataSource:
     name: str | None = option(None, "Its name in the metrics; not set: the last part of dataset_path, or dataset.")
 
 
+def validation_metrics(config: "JobConfig") -> list[str]:
+    """Return the names of a job's validation losses in the metrics."""
+    return [f"{VALIDATION_LOSS}/{each.name}" for each in config.validation.sets] or [VALIDATION_LOSS]
+
+
 def source_name(source: DataSource) -> str:
     """Return the name of a mixture's corpus in the metrics."""
     return source.name or PurePath(source.dataset_path or source.dataset or "").name
@@ -489,10 +495,15 @@ class Checkpoint:
     )
     keep_latest_k: int = option(
         10,
-        "Number of newest checkpoints to keep, in addition to those of keep_every; 0: all. 1 is illegal, since the"
-        " newest may be incomplete.",
+        "Number of newest checkpoints to keep, in addition to those of keep_every and keep_best; 0: all. 1 is illegal,"
+        " since the newest may be incomplete.",
         minimum=2,
         also=(0,),
+    )
+    keep_best: bool = option(
+        False,
+        "Save also after each validation whose validation.best_metric is the lowest so far, and keep that checkpoint;"
+        " best.json names it.",
     )
     load_step: int = option(-1, "Step to resume from; -1: the newest.", minimum=0, also=(-1,))
     exclude_from_loading: list[str] = option(
@@ -727,6 +738,22 @@ class Comm:
 
 
 @dataclass
+class ValidationSet:
+    """A corpus for validation, with a loss and a curve of its own; with neither dataset nor dataset_path set: the
+    documents that training holds out."""
+
+    name: str = option(
+        "",
+        "Its name: its loss is the metric validation_loss/NAME.",
+        pattern=r"[A-Za-z0-9_.-]{1,100}",
+        means="1 to 100 ASCII letters, digits, _, - and .",
+    )
+    dataset: str | None = option(None, "As validation.dataset.")
+    dataset_path: str | None = option(None, "As validation.dataset_path.")
+    steps: int | None = option(None, "As validation.steps; not set: that.", minimum=1, also=(-1,))
+
+
+@dataclass
 class Validation:
     """Loss on data the model is not trained on."""
 
@@ -738,6 +765,17 @@ class Validation:
     )
     dataset_path: str | None = option(
         None, "As training.dataset_path; files that are not trained on are used as a whole."
+    )
+    sets: list[ValidationSet] = option(
+        [], "Several corpora, each with a loss of its own, instead of dataset and dataset_path."
+    )
+    best_metric: str | None = option(
+        None,
+        "Metric whose lowest value is the best, for patience and checkpoint.keep_best: validation_loss, or"
+        " validation_loss/NAME of one of sets; not set: the first.",
+    )
+    patience: int = option(
+        0, "End the run after this many validations in a row without a new best value; 0: never.", minimum=0
     )
     local_batch_size: int = option(8, "Rows per rank and microbatch.", minimum=1)
     seq_len: int = option(2048, "Tokens per row.", minimum=1)

@@ -299,6 +299,7 @@ NAMES_ELSEWHERE = {
         " checkpoint_every checkpoint_freq ckpt_interval ckpt_freq ckpt_every_steps checkpoint.every checkpoint.freq"
         " checkpoint.steps",
         "checkpoint.keep_latest_k": "save_total_limit max_to_keep keep_last keep_last_n checkpoint.keep",
+        "checkpoint.keep_best": "load_best_model_at_end save_best",
         "checkpoint.enable": "resume resume_from_checkpoint auto_resume auto_resume_from_checkpoints"
         " enable_checkpointing save_strategy",
         "checkpoint.async_mode": "async_save async_checkpoint",
@@ -313,6 +314,9 @@ NAMES_ELSEWHERE = {
         "validation.dataset_path": "validation_file validation_data val_file val_data val_path val_dir valid_file"
         " valid_data_path eval_file eval_data validation.path",
         "validation.dataset": "eval_dataset val_dataset",
+        "validation.sets": "eval_datasets",
+        "validation.patience": "early_stopping early_stopping_patience",
+        "validation.best_metric": "metric_for_best_model monitor",
         "validation.local_batch_size": "eval_batch_size val_batch_size per_device_eval_batch_size"
         " validation.batch_size",
         "metrics.log_freq": "logging_steps logging_freq logging_interval log_interval log_every log_steps"

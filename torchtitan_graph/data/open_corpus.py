@@ -4,7 +4,8 @@ import difflib
 import os
 import sysconfig
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +35,13 @@ TEXT_SUFFIXES = {
 JSON_SUFFIXES = (".jsonl", ".jsonl.gz", ".json.gz")
 
 
-def validation_corpus(config: JobConfig) -> dict[str, Any]:
-    """Return a job's validation corpus: dataset, dataset_path, sources and split, as arguments of `build_dataloader`.
+def validation_corpus(config: JobConfig, of: job.ValidationSet | None = None) -> dict[str, Any]:
+    """Return a job's validation corpus, or that of one of its validation.sets: dataset, dataset_path, sources and
+    split, as arguments of `build_dataloader`.
 
     By default it is the held-out documents of the training corpus. A path of its own is used as a whole.
     """
-    training, validation = config.training, config.validation
+    training, validation = config.training, of or config.validation
     if validation.dataset is None and validation.dataset_path is None:
         sources = training.sources
         return dict(dataset=training.dataset, dataset_path=training.dataset_path, sources=sources, split="validation")
@@ -133,8 +135,22 @@ def check_names(config: JobConfig) -> None:
                 _check_name(source.dataset or "", "train")
             except UserError as error:
                 raise UserError(f"training.sources, entry {number}: {error}") from error
-    if validation.enable and validation.dataset is not None and not validation.dataset_path:
-        _check_name(validation.dataset, "validation")
+    corpora: Sequence[job.Validation | job.ValidationSet] = validation.sets or [validation]
+    for number, each in enumerate(corpora if validation.enable else ()):
+        if each.dataset is not None and not each.dataset_path:
+            with naming_set(number if validation.sets else None):
+                _check_name(each.dataset, "validation")
+
+
+@contextmanager
+def naming_set(number: int | None) -> Iterator[None]:
+    """Name an entry of validation.sets in the UserErrors raised inside; nothing for None."""
+    try:
+        yield
+    except UserError as error:
+        if number is None:
+            raise
+        raise UserError(f"validation.sets, entry {number + 1}: {error}") from error
 
 
 def _check_name(dataset: str, split: str) -> None:

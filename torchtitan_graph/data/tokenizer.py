@@ -91,8 +91,8 @@ class ByteTokenizer:
         self.special_tokens: tuple[str, ...] = ()
         self.digest = "utf-8 bytes, bos 256, eos 257"
 
-    def encode(self, text: str) -> list[int]:
-        return list(text.encode())
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        return [256] * add_special_tokens + list(text.encode())
 
     def decode(self, ids: list[int]) -> str:
         return bytes(i for i in ids if i < 256).decode(errors="replace")
@@ -130,9 +130,10 @@ class FileTokenizer:
         self.__dict__.update(state)
         self._tokenizer.encode_special_tokens = not self._special_tokens_in_text
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        """Return the ids of a text; with `add_special_tokens` also those that tokenizer.json says surround it."""
         with blame(f"{self._file}: can't tokenise a text that begins {text[:40]!r}"):
-            return self._tokenizer.encode(text, add_special_tokens=False).ids
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def encode_marked(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Return the ids of a text in which special tokens are tokens, and the characters of each, the end excluded."""
@@ -158,6 +159,14 @@ class FileTokenizer:
         """Return the text of ids with special tokens spelt out."""
         with blame(f"{self._file}: can't make a text of {len(ids):,} ids"):
             return self._tokenizer.decode(ids, skip_special_tokens=False)
+
+    def vocabulary(self) -> dict[str, int]:
+        """Return the ids of the tokens that text is made of, without added ones."""
+        return self._tokenizer.get_vocab(with_added_tokens=False)
+
+    def added_tokens(self) -> dict[int, tokenizers.AddedToken]:
+        """Return the added tokens by id, the special ones among them."""
+        return self._tokenizer.get_added_tokens_decoder()
 
 
 # Defaults without tokenizer_config.json: the names used by llama, qwen, deepseek, gpt and ourselves.

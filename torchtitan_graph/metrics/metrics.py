@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from torchtitan_graph.capture.step import METRIC, TERM
 from torchtitan_graph.config import JobConfig, dump_toml
-from torchtitan_graph.config.job import OPTIONS, get
+from torchtitan_graph.config.job import OPTIONS, VALIDATION_LOSS, get
 from torchtitan_graph.device import device, peak_memory_gib
 from torchtitan_graph.log import logger, show_status
 from torchtitan_graph.metrics.console import progress, progress_bar, step_line
@@ -38,7 +38,7 @@ TAGS = {
     "mfu": "performance/mfu",
     "memory_gib": "performance/memory_gib",
     "expert_imbalance": "experts/imbalance",
-    "validation_loss": "validation/loss",
+    VALIDATION_LOSS: "validation/loss",  # of one of several sets, with /NAME
     "slowest_rank": "ranks/slowest",
     "slowest_busy_s": "ranks/slowest_busy_s",
     "slowest_data_s": "ranks/slowest_data_s",
@@ -237,11 +237,13 @@ class Metrics:
         if self.rank == 0:
             logger.info(step_line(record, self.total_steps))
 
-    def log_validation(self, step: int, loss: float) -> None:
-        """Log the validation loss after `step`."""
-        self._write({"step": step, "validation_loss": loss}, {})
+    def log_validation(self, step: int, losses: Mapping[str, float]) -> None:
+        """Log the validation losses after `step`, by their metrics' names."""
+        tags = {name: name.replace(VALIDATION_LOSS, TAGS[VALIDATION_LOSS]) for name in losses}
+        self._write({"step": step, **losses}, {tags[name]: loss for name, loss in losses.items()})
         if self.rank == 0:
-            logger.info(f"{progress(step, self.total_steps)}  validation loss {loss:.4f}")
+            sets = (f"{name.partition('/')[2]} {loss:.4f}".strip() for name, loss in losses.items())
+            logger.info(f"{progress(step, self.total_steps)}  validation loss {', '.join(sets)}")
 
     def maybe_log_histograms(self, step: int, model: torch.nn.Module) -> None:
         """Log histograms of parameters and gradients every `metrics.histogram_freq` steps; all ranks together."""

@@ -14,7 +14,7 @@ from torchtitan_graph.metrics.histograms import Histogram
 # The page "custom scalars": category -> chart -> patterns of the tags that share the chart.
 LAYOUT = {
     "overview": {
-        "loss": ["train/loss$", "validation/loss$"],
+        "loss": ["train/loss$", "validation/loss(/.*)?$"],
         "loss, by term": ["train/loss/.*"],
         "gradient norm": ["train/grad_norm$"],
         "learning rate": ["train/lr$"],

@@ -11,6 +11,7 @@ from torchtitan_graph.steps.build import Steps, bind_graphs, build_steps
 from torchtitan_graph.steps.check import check_steps
 from torchtitan_graph.steps.graphs import Graphs, Traced, build_graphs, rewrite_steps, trace_steps
 from torchtitan_graph.steps.options import StepOptions, rows_per_microbatch, step_options
+from torchtitan_graph.steps.scoring import Scoring, build_scoring
 from torchtitan_graph.steps.update import EagerUpdate, GraphUpdate, Update
 
 __all__ = [
@@ -18,12 +19,14 @@ __all__ = [
     "EagerUpdate",
     "GraphUpdate",
     "Graphs",
+    "Scoring",
     "StepOptions",
     "Steps",
     "Traced",
     "Update",
     "bind_graphs",
     "build_graphs",
+    "build_scoring",
     "build_steps",
     "check_steps",
     "rewrite_steps",

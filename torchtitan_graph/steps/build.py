@@ -161,10 +161,11 @@ def build_steps(assembly: Assembly) -> Steps:
     shard_eager(model, model.blocks, assembly.layout, *at_rest)
     evaluate = make_eval_step(model, assembly.evaluation_loss) if options.eval_rows else None
     step = make_eager_step(model, assembly.loss)
-    return Steps(model, assembly.layout, step, evaluate, quantized=_quantized({}, assembly))
+    return Steps(model, assembly.layout, step, evaluate, quantized=quantized_state({}, assembly))
 
 
-def _quantized(storages: Mapping[str, Storage], assembly: Assembly) -> Float8State | None:
+def quantized_state(storages: Mapping[str, Storage], assembly: Assembly) -> Float8State | None:
+    """Return the per-weight quantization state of a model that is laid out, None where nothing is quantized."""
     if not kept_weights(assembly.model):
         return None
     return Float8State(assembly.model, storages, assembly.layout, assembly.options.precision.compute)
@@ -196,5 +197,5 @@ def bind_graphs(graphs: Graphs, assembly: Assembly) -> Steps:
         flops=graphs.flops,
         seq_len=options.rows[1],
         recorders=options.recorders,
-        quantized=_quantized(graphs.storages, assembly),
+        quantized=quantized_state(graphs.storages, assembly),
     )

@@ -115,7 +115,7 @@ def test_the_tokens_of_an_earlier_process_are_not_this_one_s_speed(tmp_path: Pat
 
 def test_validation_is_a_line_of_its_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     logs = build(tmp_path)
-    logs.log_validation(5, 3.25)
+    logs.log_validation(5, {"validation_loss": 3.25})
     assert lines(tmp_path / "metrics.jsonl") == [{"step": 5, "validation_loss": 3.25}]
     assert caplog.messages == ["step  5/10  50%  validation loss 3.2500"]
 
@@ -136,9 +136,9 @@ def test_a_resumed_run_drops_later_and_torn_lines_and_goes_on(tmp_path: Path) ->
     path = tmp_path / "metrics.jsonl"
     logs = build(tmp_path)
     run(logs, 1, 4)
-    logs.log_validation(4, 3.0)
+    logs.log_validation(4, {"validation_loss": 3.0})
     run(logs, 5, 8)
-    logs.log_validation(8, 2.0)
+    logs.log_validation(8, {"validation_loss": 2.0})
     kept = path.read_text().splitlines(keepends=True)[:3]
     with path.open("a") as file:
         file.write('{"step": 9, "lo')
@@ -323,7 +323,7 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
 def test_tensorboard_has_every_number(tmp_path: Path) -> None:
     with build(tmp_path, options={"enable_tensorboard": True}) as logs:
         run(logs, 1, 4)
-        logs.log_validation(4, 3.0)
+        logs.log_validation(4, {"validation_loss": 3.0})
     found = scalars(tmp_path / "tb")
     assert found["train/loss"] == [(1, 1.5), (4, 1.5)]
     assert found["validation/loss"] == [(4, 3.0)]
@@ -351,10 +351,10 @@ def charts(folder: Path) -> dict[str, list[str]]:
 
 def test_tensorboard_lays_out_the_charts_that_have_curves(tmp_path: Path) -> None:
     with build(tmp_path, options={"enable_tensorboard": True}) as logs:
-        logs.log_validation(0, 3.0)  # before any step: what curves there will be is not known yet
+        logs.log_validation(0, {"validation_loss": 3.0})  # before any step: what curves there will be is not known yet
         run(logs, 1, 8)
     found = charts(tmp_path / "tb")
-    assert found["loss"] == ["train/loss$", "validation/loss$"]
+    assert found["loss"] == ["train/loss$", "validation/loss(/.*)?$"]
     assert found.keys() == {
         *["loss", "gradient norm", "learning rate", "tokens per second", "memory, GiB"],
         "waiting for data, share of a step",
@@ -476,3 +476,14 @@ def test_a_bar_shows_every_step_that_is_not_logged(tmp_path: Path, monkeypatch: 
 
 def test_the_bar() -> None:
     assert console.progress_bar(10, 40, 1.5) == "━━━━━───────────────  step 10/40  25%  1.50 s/step  0:00:45 left"
+
+
+def test_each_set_of_a_validation_has_a_curve_of_its_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    logs = build(tmp_path, options={"enable_tensorboard": True})
+    logs.log_validation(5, {"validation_loss/wiki": 3.25, "validation_loss/code": 2.5})
+    logs.close()
+    (line,) = lines(tmp_path / "metrics.jsonl")
+    assert line == {"step": 5, "validation_loss/wiki": 3.25, "validation_loss/code": 2.5}
+    assert caplog.messages[-1] == "step  5/10  50%  validation loss wiki 3.2500, code 2.5000"
+    written = b"".join(path.read_bytes() for path in (tmp_path / "tb").rglob("events*"))
+    assert b"validation/loss/wiki" in written and b"validation/loss/code" in written

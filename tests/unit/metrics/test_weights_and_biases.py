@@ -56,7 +56,7 @@ def run(folder: Path, start_step: int = 0, rank: int = 0) -> list[Any]:
     with Metrics(config, folder, rank=rank, total_steps=9, start_step=start_step) as logs:
         logs.start_step()
         logs.end_step(start_step + 1, loss=1.5, grad_norm=0.25, lr=1e-3, tokens_seen=100, data_loading_s=0.5)
-        logs.log_validation(start_step + 1, 3.0)
+        logs.log_validation(start_step + 1, {"validation_loss": 3.0})
     told = folder / "told.jsonl"
     return [json.loads(line) for line in told.read_text().splitlines()] if told.exists() else []
 

@@ -1,0 +1,127 @@
+"""What is evaluated: a run's checkpoint or a Hugging Face folder, and the job that computes with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import deepcopy
+from pathlib import Path
+from typing import NamedTuple
+
+from torchtitan_graph.checkpoint import best_checkpoint, newest_below
+from torchtitan_graph.checkpoint.folder import CHECKPOINTS, CONFIG, step_folder
+from torchtitan_graph.config import JobConfig, load
+from torchtitan_graph.config.job import OPTIONS, is_set, put
+from torchtitan_graph.config.resolve import COMMAND_LINE
+from torchtitan_graph.data.tokenizer import find_assets
+from torchtitan_graph.errors import UserError
+
+# Options of a run that say how it trained, not what it computes. An evaluation has its own, from the command line.
+_OF_TRAINING = (
+    *("job.", "profiling.", "metrics.", "optimizer.", "lr_scheduler.", "parallelism.", "checkpoint.", "comm."),
+    *("activation_checkpoint.", "compile.", "training.global_batch_size", "training.dynamic_seq_len"),
+    *("training.enable_cpu_offload", "training.dataloader.", "validation.best_metric", "validation.patience"),
+    *("debug.verify_passes", "debug.dump_graphs"),
+)
+
+
+class Source(NamedTuple):
+    """A job to evaluate with, and its weights: a checkpoint, or a Hugging Face folder."""
+
+    config: JobConfig
+    weights: Path
+    is_hugging_face: bool
+
+
+def open_source(where: Path, step: str, sets: Sequence[str], words: Sequence[str]) -> Source:
+    """Return the job that evaluates the weights in a folder.
+
+    Args:
+        where: a run's folder, a checkpoint in it, or a Hugging Face folder.
+        step: of a run: "newest", "best" or a number.
+        sets: corpora as NAME=PATH, in place of the run's own.
+        words: options of the job, as on the command line of training. Those of a run's parallelism and of the like are
+            not the evaluation's.
+
+    Raises:
+        UserError: there is no such folder or checkpoint, or an option is wrong.
+    """
+    if not where.is_dir():
+        raise UserError(f"{where}: there is no such folder")
+    is_hugging_face = (where / "config.json").is_file()
+    if is_hugging_face:
+        if step != "newest":
+            raise UserError(f"--step {step}: {where} is a Hugging Face folder, which has no checkpoints")
+        own = ["--model.hf_assets_path", str(where), "--checkpoint.initial_load_in_hf"]
+        config, weights = load([*own, "--training.mixed_precision_param", "float32", *words]), where
+    else:
+        weights = _checkpoint(where, step)
+        config = load(["--job.config_file", str(_config_of(weights, where)), *words])
+        for key, option in OPTIONS.items():
+            if key.startswith(_OF_TRAINING) and config.sources.get(key) != COMMAND_LINE:
+                put(config, key, deepcopy(option.default))
+        _find_assets_from(weights, config)
+    config.training.seq_len = config.validation.seq_len  # no row is of another length
+    _choose_sets(config, sets)
+    if config.parallelism.pipeline_parallel_degree > 1:
+        raise UserError(
+            f"parallelism.pipeline_parallel_degree = {config.parallelism.pipeline_parallel_degree}: an evaluation has "
+            "no pipeline; use data_parallel_shard_degree or tensor_parallel_degree, which divide the weights too"
+        )
+    return Source(config, weights, is_hugging_face)
+
+
+def _checkpoint(where: Path, step: str) -> Path:
+    folder = where / CHECKPOINTS if (where / CHECKPOINTS).is_dir() else where
+    if step == "best":
+        return best_checkpoint(folder)
+    if step == "newest":
+        return newest_below(where)
+    if not step.isdecimal():
+        raise UserError(f"--step {step}: must be newest, best or a number")
+    found = step_folder(folder, int(step))
+    if not found.is_dir():
+        raise UserError(f"--step {step}: there is no {found}")
+    return found
+
+
+def _config_of(checkpoint: Path, where: Path) -> Path:
+    for folder in (checkpoint, where):
+        if (folder / CONFIG).is_file():
+            return folder / CONFIG
+    raise UserError(
+        f"{where}: holds neither a run, with its {CONFIG} and checkpoints, nor a Hugging Face folder's config.json"
+    )
+
+
+def _find_assets_from(checkpoint: Path, config: JobConfig) -> None:
+    """Find the tokenizer's folder of a run that was started in another working directory: perhaps a folder above."""
+    path = config.model.hf_assets_path
+    if path and not find_assets(path).exists():
+        above = (folder / path for folder in checkpoint.resolve().parents)
+        config.model.hf_assets_path = str(next(filter(Path.exists, above), path))
+
+
+def _choose_sets(config: JobConfig, sets: Sequence[str]) -> None:
+    """Set the corpora named on the command line, each as a whole unless validation.steps is given there too."""
+    validation = config.validation
+    validation.enable = True
+    if not sets:
+        return
+    is_limited = config.sources.get("validation.steps") == COMMAND_LINE
+    rows = []
+    for each in sets:
+        name, equals, path = each.partition("=")
+        if not equals or not path:
+            raise UserError(f"--set {each}: must be NAME=PATH")
+        rows.append({"name": name, "dataset_path": path, **({} if is_limited else {"steps": -1})})
+    try:
+        validation.sets = OPTIONS["validation.sets"].accept(rows)
+    except UserError as error:
+        raise UserError(f"--set: {error}") from error
+    validation.dataset = validation.dataset_path = None
+
+
+def names_a_corpus(config: JobConfig) -> bool:
+    """Return whether a job's options name a corpus to validate on, or one to train on."""
+    keys = ("validation.sets", "validation.dataset", "validation.dataset_path")
+    return any(is_set(config, key) for key in (*keys, "training.dataset", "training.dataset_path", "training.sources"))

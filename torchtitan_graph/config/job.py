@@ -78,6 +78,20 @@ class Metrics:
 
 
 @dataclass
+class Lora:
+    """Low-rank adapters (LoRA): the model is frozen, and small matrices next to its linear layers are trained."""
+
+    rank: int = option(0, "Rank of the adapters; 0: there are none.", minimum=0)
+    alpha: float = option(16.0, "A weight W acts as W + alpha / rank * B @ A.", minimum=0)
+    rslora: bool = option(False, "Divide alpha by the square root of the rank instead (rank-stabilized LoRA).")
+    targets: list[str] = option(
+        ["*"],
+        "Linear layers with adapters, and stacks of experts' weights, as patterns of names or of beginnings of names,"
+        " such as *.attention.w[qv] or layers.*.moe.experts; *: all of the blocks.",
+    )
+
+
+@dataclass
 class Model:
     """What is trained."""
 
@@ -112,6 +126,12 @@ class Model:
         minimum=0,
         maximum=16,
     )
+    freeze: list[str] = option(
+        [],
+        "Parameters that are not trained, as patterns of their names, or of beginnings of names, such as tok_embeddings"
+        " or layers.[0-3].*; * stands for any part. They have no gradient and no optimizer state.",
+    )
+    lora: Lora = field(default_factory=Lora)
     attn: str = option(
         "auto",
         "Implementation of attention; all mask other documents. auto: flex on a GPU, compiled, which skips masked"

@@ -187,7 +187,8 @@ class Decoder(nn.Module):
         for name, load_E in state.items():
             moe = self.get_submodule(name.removesuffix(LOAD))
             assert isinstance(moe, MoE), name
-            move_correction_bias(moe.router.bias_E, moe.bias_update_speed, load_E)
+            if moe.router.gate.weight.requires_grad:  # a frozen router's choice stays as it is
+                move_correction_bias(moe.router.bias_E, moe.bias_update_speed, load_E)
 
     def plain_term(self, name: str, term_BL: Tensor) -> Tensor:
         """Return a term of `SideOutputs.losses` as a plain tensor: of logits or parameters that tensor parallelism

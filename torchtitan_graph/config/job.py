@@ -416,14 +416,25 @@ class Checkpoint:
     initial_load_in_hf_quantized: bool = option(
         False, "With initial_load_in_hf: dequantize weights stored in fp8 or MXFP4 blocks."
     )
+    initial_load_adapter: str | None = option(
+        None,
+        "Folder of an adapter in PEFT's format (adapter_config.json, adapter_model.safetensors) to start the adapters of"
+        " [model.lora] from, while the run has no checkpoint of its own.",
+    )
     last_save_model_only: bool = option(True, "Save only parameters after the last step.")
     last_save_in_hf: bool = option(
         False,
-        "After the last step, also write step-N-hf in Hugging Face's format; it is not copied to remote_folder.",
+        "After the last step, also write step-N-hf in Hugging Face's format, adapters merged into their weights; it is"
+        " not copied to remote_folder.",
+    )
+    last_save_adapter: bool = option(
+        False,
+        "After the last step, also write step-N-adapter: the adapters of [model.lora] in PEFT's format; it is not copied"
+        " to remote_folder.",
     )
     export_dtype: str = option(
         "float32",
-        "dtype of the parameters in step-N-hf, or without last_save_in_hf in a last checkpoint of only parameters,"
+        "dtype of the parameters in step-N-hf and step-N-adapter, or without last_save_in_hf in a last checkpoint of only parameters,"
         " where float32 leaves them as they are.",
         choices=("float16", "bfloat16", "float32"),
     )

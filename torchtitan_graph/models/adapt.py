@@ -111,6 +111,7 @@ def add_adapters(model: Decoder, family: ModuleType, options: job.Lora) -> None:
         add_to_stack(model.get_submodule(owner), leaf, rank, scale, is_transposed=stacks[name])
     weights = [f"{name}.weight" if name in layers else name for name in candidates if name in chosen]
     model.PLAN = {**plan_of(family, model), **_roles(plan_of(family, model), model, weights)}  # type: ignore[assignment]
+    model.lora = options
     number = sum(model.get_parameter(name).numel() for name in adapter_parameters(model))
     logger.info(f"model.lora: {len(weights)} weights have adapters of rank {rank}, {number:,} parameters; the rest is frozen")
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from torchtitan_graph.ops.experts import grouped_mm
@@ -62,11 +63,19 @@ def add_adapter(experts: nn.Module, weight: str, x_SD: Tensor, y_SF: Tensor, off
 
 
 class Adapter(NamedTuple):
-    """The adapter of a weight: the names of its matrices, and their scale."""
+    """The adapter of a weight: the names of its matrices, their scale, and whether the weight is (in, out)."""
 
     A: str
     B: str
     scale: float
+    is_transposed: bool = False
+
+
+def merged(weight: Tensor, A: Tensor, B: Tensor, adapter: Adapter) -> Tensor:
+    """Return a whole weight, or a stack of them, with its adapter's change, in fp32 at least."""
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    change = adapter.scale * (B.to(wide) @ A.to(wide))
+    return weight.to(wide) + (change.transpose(-1, -2) if adapter.is_transposed else change)
 
 
 def adapters_of(model: nn.Module) -> dict[str, Adapter]:
@@ -78,7 +87,8 @@ def adapters_of(model: nn.Module) -> dict[str, Adapter]:
         elif hasattr(module, "lora_scale"):
             weights = [leaf.removesuffix("_lora_A") for leaf in module._parameters if leaf.endswith("_lora_A")]
             for weight in (f"{name}.{leaf}" for leaf in weights):
-                found[weight] = Adapter(f"{weight}_lora_A", f"{weight}_lora_B", module.lora_scale)  # type: ignore[arg-type]
+                matrices, is_transposed = (f"{weight}_lora_A", f"{weight}_lora_B"), getattr(module, "is_transposed", False)
+                found[weight] = Adapter(*matrices, module.lora_scale, bool(is_transposed))  # type: ignore[arg-type]
     return found
 
 

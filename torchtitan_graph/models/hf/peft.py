@@ -45,7 +45,7 @@ def check_exportable(model: nn.Module, family: ModuleType) -> None:
     Raises:
         UserError: an adapter's weight is no linear layer of Hugging Face's model, but a part of a tensor.
     """
-    _places(model, family)
+    adapter_places(model, family)
 
 
 def check_adapter(model: Decoder, family: ModuleType, path: Path) -> None:
@@ -92,7 +92,7 @@ def save_adapter(
         UserError: `path` is not empty and `replace` is false, or as `check_exportable`.
         OSError or SafetensorError: it can't be written. Raised on all ranks, like the others.
     """
-    places = _places(model, family)
+    places = adapter_places(model, family)
     tensors: dict[str, Tensor] = {}
     for place in places:
         whole = gather_whole(place.tensor, dtype or place.tensor.dtype)
@@ -147,7 +147,7 @@ def _stored(model: nn.Module, family: ModuleType, name: str) -> Stored | None:
     return stored_as(family.HF_KEYS, name) if getattr(model, "conversion", None) is None else Stored(name)
 
 
-def _places(model: nn.Module, family: ModuleType) -> list[Place]:
+def adapter_places(model: nn.Module, family: ModuleType) -> list[Place]:
     """Return the places of the adapters' matrices in PEFT's file."""
     found = []
     for weight, adapter in adapters_of(model).items():
@@ -172,7 +172,7 @@ def _match(model: Decoder, family: ModuleType, path: Path) -> tuple[Folder, list
     _check_config(read_json(path / CONFIG, "a PEFT adapter"), path / CONFIG, model.lora)
     if not (path / WEIGHTS).is_file() and (path / "adapter_model.bin").is_file():
         raise UserError(f"{path}: adapter_model.bin is a pickle, which can run code: convert it to {WEIGHTS} first")
-    folder, places = Folder(path, WEIGHTS), _places(model, family)
+    folder, places = Folder(path, WEIGHTS), adapter_places(model, family)
     expected: dict[str, tuple[int, ...]] = {}
     for place in places:
         expected |= place.expected(folder)

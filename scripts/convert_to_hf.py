@@ -23,7 +23,7 @@ def main() -> None:
         help="the run's configuration, if it is not where a run leaves it",
     )
     parser.add_argument("--like", type=Path, help="instead: take the architecture from this folder's config.json")
-    parser.add_argument("--adapter", action="store_true", help="write the adapters of [model.lora] alone, as PEFT's files")
+    parser.add_argument("--adapter", action="store_true", help="write only the adapters of [model.lora], as PEFT does")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     options = parser.parse_args()
     init_logging()

@@ -354,7 +354,8 @@ class Trainer:
             return
         dtype = getattr(torch, config.export_dtype)
         if config.last_save_in_hf:
-            self._write_export("hf", partial(save_weights, assets=blueprint.assets, replace=True, dtype=dtype), replaces)
+            save = partial(save_weights, assets=blueprint.assets, replace=True, dtype=dtype)
+            self._write_export("hf", save, replaces)
         if config.last_save_adapter:
             base = config.initial_load_path or self.config.model.hf_assets_path
             self._write_export("adapter", partial(save_adapter, base=base, replace=True, dtype=dtype), replaces)

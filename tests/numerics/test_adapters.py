@@ -28,7 +28,8 @@ from torchtitan_graph.parallel.layout import ParallelDims
 
 LORA = (("rank", 4), ("alpha", 8.0))
 FROZEN = ("tok_embeddings", "layers.[01].*", "layers.2.attention.w[qk]")
-EP2, CP2, PP2, TP2_EP2 = (ParallelDims(**x) for x in ({"dp_shard": 2, "ep": 2}, {"cp": 2}, {"pp": 2}, {"tp": 2, "ep": 2}))
+EP2, TP2_EP2 = ParallelDims(dp_shard=2, ep=2), ParallelDims(tp=2, ep=2)
+CP2, PP2 = ParallelDims(cp=2), ParallelDims(pp=2)
 MOE = {"family": "qwen3", "flavor": "debugmodel_moe", "lora": LORA, "num_steps": 3}
 
 

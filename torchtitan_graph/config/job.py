@@ -418,8 +418,8 @@ class Checkpoint:
     )
     initial_load_adapter: str | None = option(
         None,
-        "Folder of an adapter in PEFT's format (adapter_config.json, adapter_model.safetensors) to start the adapters of"
-        " [model.lora] from, while the run has no checkpoint of its own.",
+        "Folder of an adapter in PEFT's format (adapter_config.json, adapter_model.safetensors), from which those of"
+        " [model.lora] start while the run has no checkpoint of its own.",
     )
     last_save_model_only: bool = option(True, "Save only parameters after the last step.")
     last_save_in_hf: bool = option(
@@ -429,13 +429,13 @@ class Checkpoint:
     )
     last_save_adapter: bool = option(
         False,
-        "After the last step, also write step-N-adapter: the adapters of [model.lora] in PEFT's format; it is not copied"
-        " to remote_folder.",
+        "After the last step, also write step-N-adapter: the adapters of [model.lora] in PEFT's format; it is not"
+        " copied to remote_folder.",
     )
     export_dtype: str = option(
         "float32",
-        "dtype of the parameters in step-N-hf and step-N-adapter, or without last_save_in_hf in a last checkpoint of only parameters,"
-        " where float32 leaves them as they are.",
+        "dtype of the parameters in step-N-hf and step-N-adapter, or without last_save_in_hf in a last checkpoint of"
+        " only parameters, where float32 leaves them as they are.",
         choices=("float16", "bfloat16", "float32"),
     )
     async_mode: str = option(

@@ -113,7 +113,8 @@ def add_adapters(model: Decoder, family: ModuleType, options: job.Lora) -> None:
     model.PLAN = {**plan_of(family, model), **_roles(plan_of(family, model), model, weights)}  # type: ignore[assignment]
     model.lora = options
     number = sum(model.get_parameter(name).numel() for name in adapter_parameters(model))
-    logger.info(f"model.lora: {len(weights)} weights have adapters of rank {rank}, {number:,} parameters; the rest is frozen")
+    added = f"{len(weights)} weights have adapters of rank {rank}, {number:,} parameters"
+    logger.info(f"model.lora: {added}; all else is frozen")
 
 
 def _linear_layers(model: Decoder) -> dict[str, nn.Linear]:

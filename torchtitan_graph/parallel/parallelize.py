@@ -251,7 +251,9 @@ def _check_context_parallel(model: nn.Module, plan: Plan, degree: int) -> None:
 def _summed_over(plan: Mapping[str, str], name: str) -> bool:
     parts = name.split(".")
     around = [".".join(parts[:i]) for i in range(1, len(parts))]
-    return any(role == "partial" and pattern_matches(pattern, each) for pattern, role in plan.items() for each in around)
+    return any(
+        role == "partial" and pattern_matches(pattern, each) for pattern, role in plan.items() for each in around
+    )
 
 
 def _refuse(degree: int, what: str, name: str) -> None:

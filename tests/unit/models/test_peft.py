@@ -148,7 +148,7 @@ def test_what_is_no_linear_layer_there_is_refused_by_name() -> None:
         ({"bias": "all"}, "bias = 'all'"),
         ({"rank_pattern": {"q_proj": 8}}, "rank_pattern"),
         ({"a_new_key": 3}, "a_new_key = 3"),
-        ({"peft_type": "LOHA"}, "peft_type = 'LOHA': LORA is the only kind"),
+        ({"peft_type": "LOHA"}, "peft_type = 'LOHA': only LORA"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights = 'pissa'"),
         ({"r": 8}, r"r = 8, but model.lora.rank = 4; set \[model.lora\] as the adapter has it"),
         ({"lora_alpha": 4}, "lora_alpha = 4, but model.lora.alpha = 6.0"),

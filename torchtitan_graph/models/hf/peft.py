@@ -183,17 +183,18 @@ def _match(model: Decoder, family: ModuleType, path: Path) -> tuple[Folder, list
 def _check_config(raw: Mapping[str, Any], file: Path, options: job.Lora) -> None:
     """Raise a UserError for another kind of adapter, or one that `[model.lora]` differs from."""
     if raw.get("peft_type") != "LORA":
-        raise UserError(f"{file}: peft_type = {raw.get('peft_type')!r:.100}: LORA is the only kind of adapter read here")
+        raise UserError(f"{file}: peft_type = {raw.get('peft_type')!r:.100}: only LORA is read here")
     neutral = (None, False, 0, "none", "default")
     known = (*_READ, *_OF_NO_EFFECT)
-    others = [f"{key} = {x!r:.60}" for key, x in raw.items() if key not in known and not _is_empty(x) and x not in neutral]
+    left = {key: x for key, x in raw.items() if key not in known and not _is_empty(x) and x not in neutral}
+    others = [f"{key} = {x!r:.60}" for key, x in left.items()]
     if others:
         raise UserError(f"{file}: {listed(others, 5)}: not done here, so the adapter would compute something else")
     start = raw.get("init_lora_weights")
     if start not in _PLAIN_STARTS:
         raise UserError(
-            f"{file}: init_lora_weights = {start!r:.60}: such an adapter changes the base model's weights; convert it to"
-            " a plain one with PEFT's path_initial_model_for_weight_conversion"
+            f"{file}: init_lora_weights = {start!r:.60}: such an adapter changes the base model's weights; convert it"
+            " to a plain one with PEFT's path_initial_model_for_weight_conversion"
         )
     mine = {"r": options.rank, "lora_alpha": options.alpha, "use_rslora": options.rslora}
     theirs = {"r": raw.get("r", 8), "lora_alpha": raw.get("lora_alpha", 8), "use_rslora": raw.get("use_rslora", False)}

@@ -83,12 +83,12 @@ def adapters_of(model: nn.Module) -> dict[str, Adapter]:
     found = {}
     for name, module in model.named_modules():
         if isinstance(module, LoRALinear):
-            found[f"{name}.weight"] = Adapter(*(f"{name}.{factor}.weight" for factor in FACTORS), module.scale)
+            found[f"{name}.weight"] = Adapter(f"{name}.lora_A.weight", f"{name}.lora_B.weight", module.scale)
         elif hasattr(module, "lora_scale"):
             weights = [leaf.removesuffix("_lora_A") for leaf in module._parameters if leaf.endswith("_lora_A")]
+            is_transposed = bool(getattr(module, "is_transposed", False))
             for weight in (f"{name}.{leaf}" for leaf in weights):
-                matrices, is_transposed = (f"{weight}_lora_A", f"{weight}_lora_B"), getattr(module, "is_transposed", False)
-                found[weight] = Adapter(*matrices, module.lora_scale, bool(is_transposed))  # type: ignore[arg-type]
+                found[weight] = Adapter(f"{weight}_lora_A", f"{weight}_lora_B", module.lora_scale, is_transposed)  # type: ignore[arg-type]
     return found
 
 

@@ -209,8 +209,8 @@ class Experts(nn.Module):
         return linear(self.activation(gate_SF, up_SF), "w2", self.b2)
 
     def product(self, x: Tensor, weight: str, offsets_E: Tensor) -> Tensor:
-        """Return rows times the transposed weight of that name, with its adapter; `offsets_E[e]` is where expert e's rows
-        end."""
+        """Return rows times the transposed weight of that name, and its adapter's; `offsets_E[e]` is where expert e's
+        rows end."""
         y = grouped_mm(x, getattr(self, weight), offsets_E, transposed=True)
         return add_adapter(self, weight, x, y, offsets_E)
 

@@ -1,22 +1,23 @@
 """What is trained: `model.freeze` and `[model.lora]`."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
 
+from torchtitan_graph.checkpoint import load_model, save_model
 from torchtitan_graph.config import check, job, load, target_of
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.models import llama3
 from torchtitan_graph.models.adapt import add_adapters, freeze
-from torchtitan_graph.models.hf import choose_model
+from torchtitan_graph.models.hf import allocate, choose_model
 from torchtitan_graph.models.layers.decoder import LOAD, Decoder
-from torchtitan_graph.models.layers.init import initial_weight
+from torchtitan_graph.models.layers.init import initial_weight, initialize
 from torchtitan_graph.models.layers.lora import adapter_parameters, adapters_of
 from torchtitan_graph.models.spec import load_family, tiny_config
 from torchtitan_graph.parallel.layout import ParallelDims
 from torchtitan_graph.parallel.parallelize import check_plan, parameter_roles
-
 
 EXPERT = {"ep": "expert"}
 
@@ -182,3 +183,19 @@ def test_options_without_effect_are_said() -> None:
 
 def test_llama3_has_no_plan_of_its_own_without_adapters() -> None:
     assert not hasattr(tiny(), "PLAN") and with_adapters("llama3").PLAN != llama3.PLAN  # type: ignore[attr-defined]
+
+
+def test_adapters_start_from_a_checkpoint_of_the_base_model_but_not_of_other_adapters(tmp_path: Path) -> None:
+    base, model, other = tiny(), with_adapters("llama3"), with_adapters("llama3", targets=["*.wq"])
+    for seed, each in enumerate((base, model, other)):
+        allocate(each, torch.float32)
+        initialize(each, seed)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    load_model(save_model(tmp_path / "base", base), model)
+    for name, parameter in model.named_parameters():
+        expected = before[name] if name in adapter_parameters(model) else base.get_parameter(name)
+        assert torch.equal(parameter, expected), name
+    with pytest.raises(UserError, match=r"missing: model.layers.0.attention.wk.lora_A.weight"):
+        load_model(save_model(tmp_path / "other", other), model)
+    with pytest.raises(UserError, match=r"unexpected: model.layers.0.attention.wq.lora_A.weight"):
+        load_model(tmp_path / "other" / "step-0", base)

@@ -22,7 +22,7 @@ from matrix import (
 )
 
 from pool import run_on
-from torchtitan_graph.models import adapt
+from torchtitan_graph.models.layers import adapt
 from torchtitan_graph.parallel.layout import ParallelDims
 
 LORA = (("rank", 4), ("alpha", 8.0))

@@ -31,7 +31,7 @@ from torchtitan_graph.capture.traced import TracedResult
 from torchtitan_graph.config import job
 from torchtitan_graph.data.batch import IGNORE_INDEX, Batch
 from torchtitan_graph.device import Target
-from torchtitan_graph.models.adapt import adapt
+from torchtitan_graph.models.layers.adapt import adapt
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.models.layers.init import initial_weight, initialize
 from torchtitan_graph.models.layers.moe import AuxiliaryLoss, Experts, ExpertTraining, set_up_experts

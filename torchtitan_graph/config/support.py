@@ -163,6 +163,7 @@ UNSUPPORTED = {
         False, "with debug.deterministic an operation without a deterministic kernel is an error"
     ),
     "debug.trace_every_block": _ignore(False, "equal blocks are traced once, with the same graph"),
+    "model.lora.dropout": _refuse(0.0, "dropout draws random numbers, which a graph can't; remove it"),
     "memory_estimation.enable": _refuse(False, "not built yet; try comm.mode = fake_backend for a dry run"),
     "memory_estimation.disable_fake_mode": _ignore(False, _ESTIMATE),
     "fault_tolerance.enable": _refuse(False, "not built; restart the job, it resumes from the newest checkpoint"),

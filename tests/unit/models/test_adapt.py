@@ -10,8 +10,8 @@ from torchtitan_graph.checkpoint import load_model, save_model
 from torchtitan_graph.config import check, job, load, target_of
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.models import llama3
-from torchtitan_graph.models.adapt import add_adapters, freeze
 from torchtitan_graph.models.hf import allocate, choose_model
+from torchtitan_graph.models.layers.adapt import add_adapters, freeze
 from torchtitan_graph.models.layers.decoder import LOAD, Decoder
 from torchtitan_graph.models.layers.init import initial_weight, initialize
 from torchtitan_graph.models.layers.lora import adapter_parameters, adapters_of
@@ -107,9 +107,11 @@ def test_what_can_not_have_an_adapter_is_refused(options: dict[str, object], mes
         with_adapters("llama3", **options)
 
 
-def test_a_router_has_none() -> None:
+def test_neither_routers_nor_layers_of_another_class_have_adapters() -> None:
     with pytest.raises(UserError, match="matches no linear layer"):
         with_adapters("gpt_oss", targets=["*.gate"])
+    with pytest.raises(UserError, match="model.lora.rank = 4: the blocks of this model have no linear layer"):
+        with_adapters("transformers", "gpt2")
 
 
 @pytest.mark.parametrize(

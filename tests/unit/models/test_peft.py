@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from torchtitan_graph.config import job
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.models.adapt import add_adapters
 from torchtitan_graph.models.hf import (
     allocate,
     check_adapter,
@@ -22,6 +21,7 @@ from torchtitan_graph.models.hf import (
     save_weights,
 )
 from torchtitan_graph.models.hf.peft import adapter_places
+from torchtitan_graph.models.layers.adapt import add_adapters
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.models.layers.init import initialize
 from torchtitan_graph.models.layers.lora import adapter_parameters, adapters_of

@@ -14,8 +14,8 @@ from torchtitan_graph.config import JobConfig, job
 from torchtitan_graph.device import Target
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
-from torchtitan_graph.models.adapt import adapt
 from torchtitan_graph.models.hf.files import read_json
+from torchtitan_graph.models.layers.adapt import adapt
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.models.spec import HF_CONTRACT, check_vocabulary, family_names, flavor_config, load_family
 

@@ -131,7 +131,6 @@ class Model:
         "Parameters that are not trained, as patterns of their names, or of beginnings of names, such as tok_embeddings"
         " or layers.[0-3].*; * stands for any part. They have no gradient and no optimizer state.",
     )
-    lora: Lora = field(default_factory=Lora)
     attn: str = option(
         "auto",
         "Implementation of attention; all mask other documents. auto: flex on a GPU, compiled, which skips masked"
@@ -146,6 +145,7 @@ class Model:
         " on a CPU.",
         choices=("auto", "fused", "torch"),
     )
+    lora: Lora = field(default_factory=Lora)
 
 
 @dataclass

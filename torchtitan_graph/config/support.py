@@ -280,6 +280,10 @@ NAMES_ELSEWHERE = {
         "model.flavor": "n_layer n_layers num_layers n_head n_heads num_heads n_embd hidden_size model.layers model.dim"
         " model.vocab_size",
         "model.attn": "attn_implementation flash_attention use_flash_attention",
+        "model.freeze": "freeze_layers frozen_modules unfrozen_parameters training.freeze",
+        "model.lora.rank": "lora_r lora_rank peft_rank",
+        "model.lora.alpha": "lora_alpha",
+        "model.lora.targets": "target_modules lora_target_modules lora_target",
         "compile.codegen": "torch_compile",
         "parallelism.tensor_parallel_degree": "tp tp_size tensor_model_parallel_size tensor_parallel",
         "parallelism.pipeline_parallel_degree": "pp pp_size pipeline_model_parallel_size pipeline_parallel",

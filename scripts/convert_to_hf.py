@@ -9,7 +9,7 @@ from generate import describe  # scripts/generate.py
 from torchtitan_graph.checkpoint import load_model, newest_below
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import init_logging
-from torchtitan_graph.models.hf import allocate, new_model, save_weights
+from torchtitan_graph.models.hf import allocate, new_model, save_adapter, save_weights
 
 
 def main() -> None:
@@ -23,6 +23,7 @@ def main() -> None:
         help="the run's configuration, if it is not where a run leaves it",
     )
     parser.add_argument("--like", type=Path, help="instead: take the architecture from this folder's config.json")
+    parser.add_argument("--adapter", action="store_true", help="write only the adapters of [model.lora], as PEFT does")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     options = parser.parse_args()
     init_logging()
@@ -37,7 +38,10 @@ def main() -> None:
             family, model, _, assets = describe(checkpoint, options.config)
         allocate(model, getattr(torch, options.dtype))
         load_model(checkpoint, model)
-        save_weights(model, family, options.out, assets=assets)
+        if options.adapter:
+            save_adapter(model, family, options.out, base=str(assets or "") or None)
+        else:
+            save_weights(model, family, options.out, assets=assets)
     except UserError as error:
         parser.exit(2, f"{error}\n")  # without the usage: the command was not wrong
     except OSError as error:

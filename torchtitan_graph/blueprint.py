@@ -23,7 +23,7 @@ from torchtitan_graph.errors import UserError
 from torchtitan_graph.forecast import Forecast, forecast
 from torchtitan_graph.log import logger
 from torchtitan_graph.metrics import check_mlflow, check_profiling, check_wandb
-from torchtitan_graph.models.hf import check_weights, choose_model
+from torchtitan_graph.models.hf import check_adapter, check_exportable, check_weights, choose_model
 from torchtitan_graph.optim import build_optimizer, check_first_step, check_optimizer
 from torchtitan_graph.parallel.layout import ParallelDims
 from torchtitan_graph.parallel.recompute import Recompute
@@ -126,14 +126,25 @@ class Blueprint:
         if config.initial_load_in_hf and is_new_run(folder, config):
             with self.initial_load_in_hf() as path:
                 check_weights(self.model, self.family, path, quantized=config.initial_load_in_hf_quantized)
+        if config.initial_load_adapter and is_new_run(folder, config):
+            with self.initial_load_adapter() as path:
+                check_adapter(self.model, self.family, path)
+        if config.last_save_adapter:
+            with _named("checkpoint.last_save_adapter = true"):
+                check_exportable(self.model, self.family)
 
     @contextmanager
     def initial_load_in_hf(self) -> Iterator[Path]:
         """Yield the folder of checkpoint.initial_load_in_hf; errors inside name that option."""
-        try:
+        with _named("checkpoint.initial_load_in_hf = true"):
             yield Path(self.config.checkpoint.initial_load_path or self.assets or "")
-        except UserError as error:
-            raise UserError(f"checkpoint.initial_load_in_hf = true: {error}") from error
+
+    @contextmanager
+    def initial_load_adapter(self) -> Iterator[Path]:
+        """Yield the folder of checkpoint.initial_load_adapter; errors inside name that option."""
+        path = self.config.checkpoint.initial_load_adapter or ""
+        with _named(f"checkpoint.initial_load_adapter = {path!r}"):
+            yield Path(path)
 
     def log_tokenizer(self) -> None:
         path, size = self.config.model.hf_assets_path, f"{self.tokenizer.vocab_size:,} tokens"
@@ -203,3 +214,11 @@ class Blueprint:
         )
         assembly = Assembly(model, family, self.assembly.layout, options, self.capture)
         return forecast(assembly, build_graphs(assembly), self.config.optimizer)
+
+
+@contextmanager
+def _named(option: str) -> Iterator[None]:
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{option}: {error}") from error

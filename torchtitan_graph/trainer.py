@@ -46,7 +46,7 @@ from torchtitan_graph.metrics import (
     model_table,
     out_of_memory,
 )
-from torchtitan_graph.models.hf import load_weights, save_weights
+from torchtitan_graph.models.hf import load_adapter, load_weights, save_adapter, save_weights
 from torchtitan_graph.models.layers.init import initialize
 from torchtitan_graph.models.spec import plan_of
 from torchtitan_graph.optim import (
@@ -132,9 +132,11 @@ class Trainer:
 
     def _log_model(self) -> None:
         config = self.config
-        num_parameters = sum(p.numel() for p in self.model.parameters())
+        number = sum(p.numel() for p in self.model.parameters())
+        trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+        of_them = f", {trained:,} of them trained" if trained < number else ""
         logger.info(
-            f"{config.model.name} {config.model.flavor or 'as in config.json'}: {num_parameters:,} parameters, "
+            f"{config.model.name} {config.model.flavor or 'as in config.json'}: {number:,} parameters{of_them}, "
             f"{config.compile.mode} mode, mesh {self.layout}, "
             f"{self.blueprint.num_microbatches} x {rows_per_microbatch(config)} rows of "
             f"{'up to ' * config.training.dynamic_seq_len}{config.training.seq_len} tokens per rank and step"
@@ -215,9 +217,9 @@ class Trainer:
                 profiler_step()
                 if self.stop_signal:
                     break
-            if last and config.checkpoint.last_save_in_hf:
+            if last:
                 with run.during("checkpoint"):
-                    self._save_in_hugging_face_format(replaces=self.step >= first)
+                    self._export(replaces=self.step >= first)
             if self.step >= first:
                 of = "reserved by the allocator" if self.device.type == "cuda" else "of the whole process"
                 logger.info(
@@ -365,6 +367,10 @@ class Trainer:
                 f"training begins with random weights: those in {assets} (model.hf_assets_path) are loaded with "
                 "checkpoint.initial_load_in_hf = true"
             )
+        if state is None and self.config.checkpoint.initial_load_adapter:
+            with self.blueprint.initial_load_adapter() as path:
+                load_adapter(self.model, self.blueprint.family, path)
+            logger.info(f"loaded the adapter of {path}")
 
     def _load_train_state(self, state: dict[str, Any]) -> None:
         """Restore the state that `_train_state` returned, without the parts in checkpoint.exclude_from_loading."""
@@ -376,20 +382,30 @@ class Trainer:
         if "rng" in state:
             torch.set_rng_state(torch.tensor(list(bytes.fromhex(state["rng"])), dtype=torch.uint8))
 
-    def _save_in_hugging_face_format(self, replaces: bool) -> None:
-        """Write `step-N-hf` after the last checkpoint; where it exists, only if `replaces`.
+    def _export(self, replaces: bool) -> None:
+        """Write `step-N-hf` and `step-N-adapter`, as asked for, after the last checkpoint; one that exists, only if
+        `replaces`.
 
         A run that was killed in between finds its last checkpoint, trains no step, and does this again.
         """
         config, blueprint = self.config.checkpoint, self.blueprint
-        path = self.checkpointer.folder / f"step-{self.step}-hf"
-        there = on_rank_0(path.exists, files_group())
-        if not config.enable or config.load_only or (there and not replaces):
+        if not config.enable or config.load_only:
+            return
+        dtype = getattr(torch, config.export_dtype)
+        if config.last_save_in_hf:
+            save = partial(save_weights, assets=blueprint.assets, replace=True, dtype=dtype)
+            self._write_export("hf", save, replaces)
+        if config.last_save_adapter:
+            base = config.initial_load_path or self.config.model.hf_assets_path
+            self._write_export("adapter", partial(save_adapter, base=base, replace=True, dtype=dtype), replaces)
+
+    def _write_export(self, kind: str, save: Callable[..., None], replaces: bool) -> None:
+        path = self.checkpointer.folder / f"step-{self.step}-{kind}"
+        if on_rank_0(path.exists, files_group()) and not replaces:
             return
         self._set_timeouts(int(FILES_TIMEOUT.total_seconds()))  # the others wait for rank 0's files
-        dtype = getattr(torch, config.export_dtype)
         try:
-            save_weights(self.model, blueprint.family, path, dtype=dtype, assets=blueprint.assets, replace=True)
+            save(self.model, self.blueprint.family, path)
         except (OSError, SafetensorError) as error:
             why = find_full_disk(path.parent, str(error)) or error
             if self.rank == 0:

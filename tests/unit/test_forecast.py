@@ -56,7 +56,8 @@ def of(
     init_fake_process_group(cell.dims.num_ranks, rank)
     layout, model = cell.dims.layout("cpu"), build_model(cell)
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(not name.startswith(frozen))
+        if name.startswith(frozen):
+            parameter.requires_grad_(False)
     options = dataclasses.replace(cell.options("graph"), eval_rows=eval_rows)
     assembly = Assembly(model, load_family(cell.family), layout, options)
     return forecast(assembly, build_graphs(assembly), job.Optimizer(name=optimizer))
@@ -96,6 +97,18 @@ def test_what_is_frozen_has_no_moments_and_no_gradients(on_host: bool) -> None:
     assert rest[OPTIMIZER] == 2 * trained < of_whole[OPTIMIZER]
     assert rest["gradients of earlier microbatches"] == trained
     assert not on_host or rest[GRADIENTS] == trained
+
+
+def test_what_is_frozen_is_neither_reduced_nor_gathered_for_nothing() -> None:
+    cell = Cell(ParallelDims(dp_shard=2), vocab_size=512, ffn_dim=128, freeze=("tok_embeddings", "layers.[01].*"))
+    whole, found = of(dataclasses.replace(cell, freeze=())), of(cell)
+    sizes = {name: p.numel() * 4 // 2 for name, p in build_model(cell).named_parameters()}  # half is another rank's
+    last = sum(size for name, size in sizes.items() if name.startswith("layers.2."))
+    trained = last + sizes["norm.weight"] + sizes["output.weight"]
+    assert found.sent[FSDP, "reduce_scatter_tensor"].num_bytes == trained
+    assert found.sent[FSDP, "all_gather_into_tensor"].num_bytes == sum(sizes.values()) + last
+    assert whole.sent[FSDP, "all_gather_into_tensor"].num_bytes == sum(sizes.values()) + 3 * last
+    assert found.operations < 0.7 * whole.operations and found.held[STEP] < 0.7 * whole.held[STEP]
 
 
 def test_every_axis_takes_its_part() -> None:

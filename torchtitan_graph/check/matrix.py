@@ -33,6 +33,7 @@ from torchtitan_graph.config.own import find_own
 from torchtitan_graph.data.batch import IGNORE_INDEX, Batch
 from torchtitan_graph.device import Target
 from torchtitan_graph.loss import Regularizers
+from torchtitan_graph.models.layers.adapt import adapt
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.models.layers.init import initial_weight, initialize
 from torchtitan_graph.models.layers.moe import AuxiliaryLoss, Experts, ExpertTraining, set_up_experts
@@ -112,6 +113,8 @@ class Cell:
     pipeline: tuple[tuple[str, Any], ...] = ()  # options of `job.Parallelism`: its schedule and stages
     float8: Recipe | None = None  # of linear layers in blocks, whose sizes allow it, and of all experts
     lengths: range | None = None  # of rows, where these differ
+    freeze: tuple[str, ...] = ()  # patterns of names, as `model.freeze`
+    lora: tuple[tuple[str, Any], ...] = ()  # options of `job.Lora`
 
     def __post_init__(self) -> None:
         if not self.vocab_size:
@@ -212,7 +215,9 @@ def build_model(cell: Cell, device: str = "meta") -> Decoder:
     sizes = {"vocab_size": cell.vocab_size, "tied": cell.tied, "ffn_dim": cell.ffn_dim, **dict(cell.changes)}
     config = tiny_config(family.FLAVORS[cell.flavor], **sizes)
     with torch.device(device):
-        return family.Model(config, cell.attn)
+        model = family.Model(config, cell.attn)
+    adapt(model, family, job.Model(freeze=list(cell.freeze), lora=job.Lora(**dict(cell.lora))))
+    return model
 
 
 def assemble(cell: Cell, options: StepOptions | None = None, capture: Capture | None = None) -> Assembly:
@@ -352,7 +357,8 @@ def train(
         seen |= {f"step {k}: {name}": x for name, x in state.items()}
         seen[f"step {k}: loss"] = loss
         # Only another library's models may have parameters without a gradient, such as a router's bias.
-        given = [(n, p.grad) for n, p in model.named_parameters() if p.grad is not None or model.conversion is None]
+        trained = [(n, p.grad) for n, p in model.named_parameters() if p.requires_grad]
+        given = [(n, grad) for n, grad in trained if grad is not None or model.conversion is None]
         seen |= {f"step {k}: gradient of {n}": _copied(gradient) for n, gradient in given}
         if update is not None:
             seen[f"step {k}: norm"] = update.clip(loss)

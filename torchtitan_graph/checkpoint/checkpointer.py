@@ -33,6 +33,8 @@ TRAINER_PARTS = {"dataloader": ("data",), "train_state": ("step", "tokens_seen",
 # Suffix of the buffers with float8 delayed scaling's history of earlier steps. A resumed run needs them; a model is
 # complete without them.
 _HISTORY = ".amax_history"
+# Ends of the names of adapters' parameters, see Note [Adapters]: a run with adapters may start from a model without.
+_ADAPTERS = ("lora_A", "lora_B", "lora_A.weight", "lora_B.weight")
 
 
 class Checkpointer:
@@ -262,9 +264,12 @@ def _model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 def _tensors_to_load(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, model_only: bool, metadata: Metadata
 ) -> dict[str, torch.Tensor]:
-    """Return the tensors to load; of only a model, without float8 histories that the checkpoint lacks."""
+    """Return the tensors to load; of only a model, without float8 histories that the checkpoint lacks, and without
+    adapters if it has none."""
     tensors, saved = tensors_of(model, optimizer), saved_tensors(metadata)
-    return {name: x for name, x in tensors.items() if not model_only or name in saved or not name.endswith(_HISTORY)}
+    has_adapters = any(name.endswith(_ADAPTERS) for name in saved)
+    ends = (_HISTORY,) if has_adapters else (_HISTORY, *_ADAPTERS)
+    return {name: x for name, x in tensors.items() if not model_only or name in saved or not name.endswith(ends)}
 
 
 def _check_same_model(

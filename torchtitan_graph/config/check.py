@@ -53,6 +53,11 @@ RUN_DEFINING = (
     "model.flavor",
     "model.hf_assets_path",
     "model.num_mtp_layers",
+    "model.freeze",
+    "model.lora.rank",
+    "model.lora.alpha",
+    "model.lora.rslora",
+    "model.lora.targets",
     "training.dataset",
     "training.dataset_path",
     "training.seq_len",
@@ -77,6 +82,7 @@ def check(config: JobConfig, world_size: int) -> list[str]:
         *_experts(config, world_size),
         *_rows(config),
         *_loss(config),
+        *_adapters(config),
         *_tables(config, world_size),
     ]
     problems += [
@@ -256,6 +262,18 @@ def _experts(config: JobConfig, world_size: int) -> Iterator[Problem]:
         )
 
 
+def _adapters(config: JobConfig) -> Iterator[Problem]:
+    model = config.model
+    if not model.lora.rank:
+        return
+    if model.freeze:
+        yield Problem("model.freeze", "with model.lora.rank all but the adapters is frozen; remove it")
+    if not model.lora.targets:
+        yield Problem("model.lora.targets", "names no layer; set it to ['*'] for all, or model.lora.rank to 0")
+    if model.converters:
+        yield Problem("model.converters", "layers with adapters are not quantised; remove it, or model.lora.rank")
+
+
 def _rows(config: JobConfig) -> Iterator[Problem]:
     cp, tp = config.parallelism.context_parallel_degree, config.parallelism.tensor_parallel_degree
     for table in ["training"] + ["validation"] * config.validation.enable:
@@ -367,6 +385,11 @@ def _validation(config: JobConfig) -> Iterator[Problem]:
 
 def _notices(config: JobConfig) -> Iterator[Problem]:
     """Yield each option that is set and has no effect, or one that may surprise."""
+    if not config.model.lora.rank:
+        of_lora = [key for key in OPTIONS if key.startswith("model.lora.")]
+        yield from unused(config, "there are no adapters while model.lora.rank is 0", *of_lora)
+        adapters = ("checkpoint.initial_load_adapter", "checkpoint.last_save_adapter")
+        yield from unused(config, "there are no adapters while model.lora.rank is 0", *adapters)
     total_steps, steps = config.lr_scheduler.total_steps, config.training.steps
     if total_steps is not None and total_steps < steps:
         yield Problem(

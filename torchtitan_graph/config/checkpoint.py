@@ -44,29 +44,32 @@ def problems(config: JobConfig) -> Iterator[Problem]:
         yield Problem(in_hf, "such a folder holds only the model; leave out initial_load_model_only = false")
     if checkpoint.initial_load_in_hf_quantized and not checkpoint.initial_load_in_hf:
         yield Problem(f"{in_hf}_quantized", "needs initial_load_in_hf = true")
-    if checkpoint.last_save_in_hf and config.parallelism.pipeline_parallel_degree > 1:
-        yield Problem(
-            "checkpoint.last_save_in_hf",
-            "no rank of a pipeline can gather the whole model; convert the last checkpoint with"
-            " scripts/convert_to_hf.py",
-        )
+    for key in ("last_save_in_hf", "last_save_adapter"):
+        if getattr(checkpoint, key) and config.parallelism.pipeline_parallel_degree > 1:
+            yield Problem(
+                f"checkpoint.{key}",
+                "no rank of a pipeline can gather the whole model; convert the last checkpoint with"
+                " scripts/convert_to_hf.py",
+            )
 
 
 def notices(config: JobConfig) -> Iterator[Problem]:
     """Yield each option for saving that is set and has no effect."""
     checkpoint = config.checkpoint
     of_model = checkpoint.enable and checkpoint.last_save_model_only
-    if checkpoint.export_dtype != "float32" and not checkpoint.last_save_in_hf and not of_model:
+    exports = checkpoint.last_save_in_hf or checkpoint.last_save_adapter or of_model
+    if checkpoint.export_dtype != "float32" and not exports:
         yield Problem(
             "checkpoint.export_dtype",
-            "nothing is exported without checkpoint.last_save_in_hf or last_save_model_only",
+            "nothing is exported without checkpoint.last_save_in_hf, last_save_adapter or last_save_model_only",
         )
     if not checkpoint.enable and checkpoint.remote_folder is not None:
         yield Problem("checkpoint.remote_folder", "nothing is copied while checkpoint.enable is false")
     if not checkpoint.enable and checkpoint.keep_best:
         yield Problem("checkpoint.keep_best", "nothing is saved while checkpoint.enable is false")
-    if not checkpoint.enable and checkpoint.last_save_in_hf:
-        yield Problem("checkpoint.last_save_in_hf", "nothing is saved while checkpoint.enable is false")
+    for key in ("last_save_in_hf", "last_save_adapter"):
+        if not checkpoint.enable and getattr(checkpoint, key):
+            yield Problem(f"checkpoint.{key}", "nothing is saved while checkpoint.enable is false")
 
 
 def _find_bad_initial_address(address: str, in_hf: bool) -> str | None:

@@ -83,6 +83,20 @@ class Metrics:
 
 
 @dataclass
+class Lora:
+    """Low-rank adapters (LoRA): the model is frozen, and small matrices next to its linear layers are trained."""
+
+    rank: int = option(0, "Rank of the adapters; 0: there are none.", minimum=0)
+    alpha: float = option(16.0, "A weight W acts as W + alpha / rank * B @ A.", minimum=0)
+    rslora: bool = option(False, "Divide alpha by the square root of the rank instead (rank-stabilized LoRA).")
+    targets: list[str] = option(
+        ["*"],
+        "Linear layers with adapters, and stacks of experts' weights, as patterns of names or of beginnings of names,"
+        " such as *.attention.w[qv] or layers.*.moe.experts; *: all of the blocks.",
+    )
+
+
+@dataclass
 class Model:
     """What is trained."""
 
@@ -117,6 +131,11 @@ class Model:
         minimum=0,
         maximum=16,
     )
+    freeze: list[str] = option(
+        [],
+        "Parameters that are not trained, as patterns of their names, or of beginnings of names, such as tok_embeddings"
+        " or layers.[0-3].*; * stands for any part. They have no gradient and no optimizer state.",
+    )
     attn: str = option(
         "auto",
         "Implementation of attention; all mask other documents. auto: flex on a GPU, compiled, which skips masked"
@@ -131,6 +150,7 @@ class Model:
         " on a CPU.",
         choices=("auto", "fused", "torch"),
     )
+    lora: Lora = field(default_factory=Lora)
 
 
 @dataclass
@@ -476,15 +496,26 @@ class Checkpoint:
     initial_load_in_hf_quantized: bool = option(
         False, "With initial_load_in_hf: dequantize weights stored in fp8 or MXFP4 blocks."
     )
+    initial_load_adapter: str | None = option(
+        None,
+        "Folder of an adapter in PEFT's format (adapter_config.json, adapter_model.safetensors), from which those of"
+        " [model.lora] start while the run has no checkpoint of its own.",
+    )
     last_save_model_only: bool = option(True, "Save only parameters after the last step.")
     last_save_in_hf: bool = option(
         False,
-        "After the last step, also write step-N-hf in Hugging Face's format; it is not copied to remote_folder.",
+        "After the last step, also write step-N-hf in Hugging Face's format, adapters merged into their weights; it is"
+        " not copied to remote_folder.",
+    )
+    last_save_adapter: bool = option(
+        False,
+        "After the last step, also write step-N-adapter: the adapters of [model.lora] in PEFT's format; it is not"
+        " copied to remote_folder.",
     )
     export_dtype: str = option(
         "float32",
-        "dtype of the parameters in step-N-hf, or without last_save_in_hf in a last checkpoint of only parameters,"
-        " where float32 leaves them as they are.",
+        "dtype of the parameters in step-N-hf and step-N-adapter, or without last_save_in_hf in a last checkpoint of"
+        " only parameters, where float32 leaves them as they are.",
         choices=("float16", "bfloat16", "float32"),
     )
     async_mode: str = option(

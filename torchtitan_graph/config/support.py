@@ -164,6 +164,7 @@ UNSUPPORTED = {
         False, "with debug.deterministic an operation without a deterministic kernel is an error"
     ),
     "debug.trace_every_block": _ignore(False, "equal blocks are traced once, with the same graph"),
+    "model.lora.dropout": _refuse(0.0, "dropout draws random numbers, which a graph can't; remove it"),
     "memory_estimation.enable": _refuse(False, "not built yet; try comm.mode = fake_backend for a dry run"),
     "memory_estimation.disable_fake_mode": _ignore(False, _ESTIMATE),
     "fault_tolerance.enable": _refuse(False, "not built; restart the job, it resumes from the newest checkpoint"),
@@ -263,7 +264,8 @@ NAMES_ELSEWHERE = {
         "training.seq_len": "block_size max_seq_length max_seq_len sequence_len sequence_length seq_length cutoff_len"
         " max_length context_length context_len ctx_len n_ctx model_max_length max_packed_sequence_len"
         " packed_sequence_size encoder_seq_length",
-        "training.columns": "text_column dataset_text_field prompt_column completion_column messages_column input_column",
+        "training.columns": "text_column dataset_text_field prompt_column completion_column messages_column"
+        " input_column",
         "training.loss_on": "train_on_inputs assistant_only_loss completion_only_loss train_on_prompt roles_to_train",
         "training.one_document_per_row": "packing packed sample_packing pack_sequences",
         "training.max_norm": "grad_clip max_grad_norm gradient_clip gradient_clip_val clip_grad clip_grad_norm"
@@ -338,6 +340,10 @@ NAMES_ELSEWHERE = {
         "model.num_mtp_layers": "mtp_num_layers num_nextn_predict_layers",
         "model.attn": "attn_implementation attn_impl attention_backend flash_attn flash_attention flex_attention"
         " use_flash_attn use_flash_attention sdp_attention xformers_attention",
+        "model.freeze": "freeze_layers frozen_modules unfrozen_parameters freeze_trainable_layers training.freeze",
+        "model.lora.rank": "lora_r lora_rank peft_rank adapter peft use_peft use_lora",
+        "model.lora.alpha": "lora_alpha",
+        "model.lora.targets": "target_modules lora_target_modules lora_target",
         "model.converters": "fp8 use_fp8",
         "quantize.linear.float8.recipe_name": "fp8_recipe",
         "moe.load_balance_loss": "aux_loss_coef moe_aux_loss_coeff router_aux_loss_coef",

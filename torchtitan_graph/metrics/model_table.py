@@ -16,7 +16,8 @@ def model_table(model: nn.Module, plan: Plan, dtype: torch.dtype) -> str:
     roles = parameter_roles(model, plan)
     rows: dict[tuple[str, tuple[int, ...], str], list[str]] = {}
     for name, parameter in model.named_parameters():
-        role = ", ".join(f"{axis}: {role}" for axis, role in roles.get(name, {}).items())
+        words = [f"{axis}: {role}" for axis, role in roles.get(name, {}).items()]
+        role = ", ".join(words if parameter.requires_grad else [*words, "frozen"])
         alike = re.sub(r"\.\d+\.", ".*.", name), tuple(parameter.shape), role
         rows.setdefault(alike, []).append(name)
     lines = ["| module | parameter | shape | number | elements | role | dtype |", "|---|---|---|---|---|---|---|"]
@@ -26,4 +27,6 @@ def model_table(model: nn.Module, plan: Plan, dtype: torch.dtype) -> str:
         cells = [module, leaf, " x ".join(map(str, shape)), str(len(names)), f"{num_elements:,}", role, str(dtype)[6:]]
         lines.append(f"| {' | '.join(cells)} |")
     total = sum(parameter.numel() for parameter in model.parameters())
-    return "\n".join([f"{total:,} parameters", "", *lines]).replace("*", r"\*")
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    counted = f"{total:,} parameters" + (f", {trained:,} of them trained" if trained < total else "")
+    return "\n".join([counted, "", *lines]).replace("*", r"\*")

@@ -26,7 +26,8 @@ from torch import Tensor, nn
 from torchtitan_graph.capture.step import SideOutputs
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.models.layers.decoder import LOAD, Decoder, check_attn
-from torchtitan_graph.models.layers.init import STD, Constant, Drawn, Initial, allocate
+from torchtitan_graph.models.layers.init import STD, Constant, Drawn, Initial, allocate, said_initial
+from torchtitan_graph.models.layers.lora import is_adapter
 from torchtitan_graph.models.layers.masks import Rule, all_of, begins_of, causal, chunked, same_document, sliding
 from torchtitan_graph.models.layers.moe import move_correction_bias
 from torchtitan_graph.models.layers.of_transformers import (
@@ -37,6 +38,7 @@ from torchtitan_graph.models.layers.of_transformers import (
     adapt_attention,
     adapt_block,
     correction_bias,
+    is_router_trained,
     run_with,
 )
 from torchtitan_graph.transformers_private import (
@@ -577,7 +579,7 @@ class Model(Decoder):
     def after_step(self, state: Mapping[str, Tensor]) -> None:
         for name, load_E in state.items():
             experts: Any = self.get_submodule(name.removesuffix(LOAD))
-            if (bias_E := correction_bias(experts)) is not None:
+            if (bias_E := correction_bias(experts)) is not None and is_router_trained(experts):
                 move_correction_bias(bias_E, experts.bias_update_speed, load_E)
 
     def init_buffers(self) -> None:
@@ -589,6 +591,8 @@ class Model(Decoder):
     def initial_std(self, name: str) -> Initial:
         """Return how transformers draws a parameter: a normal one is drawn as those of other families, with its
         deviation; a small one that is neither constant nor normal, as a decay by channel, by transformers itself."""
+        if is_adapter(self, name):
+            return said_initial(self, name)[1]
         around = next((block for block in self.blocks if name.startswith(f"{block}.")), name.rpartition(".")[0])
 
         def draw(sizes: torch.Size | None, seed: int = 0) -> Tensor:

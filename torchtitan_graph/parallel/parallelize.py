@@ -75,7 +75,7 @@ def _of_whole_rows(degree: int, group: str, forward: Callable[..., Any], *parts:
 def _by_name(names: Iterable[str], roles: Mapping[str, str]) -> dict[str, str]:
     """Return the role of each name that a pattern matches."""
     names = list(names)
-    return {name: role for pattern, role in roles.items() for name in names if _matches(pattern, name)}
+    return {name: role for pattern, role in roles.items() for name in names if pattern_matches(pattern, name)}
 
 
 def _cut_parameters(model: nn.Module, on_tp: Mapping[str, str], on_ep: Mapping[str, str], layout: Layout) -> None:
@@ -163,7 +163,8 @@ def _tied_names(model: nn.Module) -> list[list[str]]:
     return [names for names in by_parameter.values() if len(names) > 1]
 
 
-def _matches(pattern: str, name: str) -> bool:
+def pattern_matches(pattern: str, name: str) -> bool:
+    """Return whether a plan's pattern matches a name: part by part, `*` any one."""
     parts, wanted = name.split("."), pattern.split(".")
     return len(parts) == len(wanted) and all(w in ("*", p) for p, w in zip(parts, wanted, strict=True))
 
@@ -174,7 +175,7 @@ def parameter_roles(model: nn.Module, plan: Plan) -> dict[str, dict[str, str]]:
     for pattern, roles in plan.items():
         for axis, role in roles.items():
             wanted = f"{pattern}.weight" if role in ("embedding", "vocabulary") else pattern
-            for name in (name for name, _ in model.named_parameters() if _matches(wanted, name)):
+            for name in (name for name, _ in model.named_parameters() if pattern_matches(wanted, name)):
                 found.setdefault(name, {})[axis] = role
     return found
 
@@ -220,7 +221,7 @@ def _check_tensor_parallel(model: nn.Module, plan: Mapping[str, str], degree: in
     parameters = dict(model.named_parameters(remove_duplicate=False))
     covered = set(experts)
     for pattern, role in plan.items():
-        named = filter(partial(_matches, pattern), modules if role in MODULE_ROLES else parameters)
+        named = filter(partial(pattern_matches, pattern), modules if role in MODULE_ROLES else parameters)
         for name in named:
             weights = [name] if role not in MODULE_ROLES else [f"{name}.weight"] * (role in SPLIT_DIM)
             covered.update(weights)
@@ -250,7 +251,9 @@ def _check_context_parallel(model: nn.Module, plan: Plan, degree: int) -> None:
 def _summed_over(plan: Mapping[str, str], name: str) -> bool:
     parts = name.split(".")
     around = [".".join(parts[:i]) for i in range(1, len(parts))]
-    return any(role == "partial" and _matches(pattern, each) for pattern, role in plan.items() for each in around)
+    return any(
+        role == "partial" and pattern_matches(pattern, each) for pattern, role in plan.items() for each in around
+    )
 
 
 def _refuse(degree: int, what: str, name: str) -> None:

@@ -376,7 +376,7 @@ def test_help_on_one_table(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["chat_template", "training.freeze", "lora_r", "base", "do_train", "training.max_tokens", "compile.fullgraph"],
+    ["chat_template", "base", "do_train", "training.max_tokens", "compile.fullgraph"],
 )
 def test_what_is_like_no_option_gets_no_hint(name: str) -> None:
     (problem,) = problems([f"--{name}", "1"])
@@ -395,6 +395,8 @@ def test_what_is_like_no_option_gets_no_hint(name: str) -> None:
         ("packing", "training.one_document_per_row"),
         ("checkpoint.freq", "checkpoint.interval"),
         ("save", "job.dump_folder"),
+        ("training.freeze", "model.freeze"),
+        ("lora_r", "model.lora.rank"),
     ],
 )
 def test_what_other_trainers_call_it_is_known(name: str, ours: str) -> None:

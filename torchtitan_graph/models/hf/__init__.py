@@ -11,12 +11,26 @@ from torch import nn
 
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.models.hf.architecture import choose_model, new_model
+from torchtitan_graph.models.hf.peft import check_adapter, check_exportable, load_adapter, save_adapter
 from torchtitan_graph.models.hf.read import check_weights, load_weights
 from torchtitan_graph.models.hf.write import save_weights
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.models.layers.init import allocate
 
-__all__ = ["allocate", "check_weights", "choose_model", "from_hf", "load_weights", "new_model", "save_weights", "to_hf"]
+__all__ = [
+    "allocate",
+    "check_adapter",
+    "check_exportable",
+    "check_weights",
+    "choose_model",
+    "from_hf",
+    "load_adapter",
+    "load_weights",
+    "new_model",
+    "save_adapter",
+    "save_weights",
+    "to_hf",
+]
 
 
 def from_hf(

@@ -15,6 +15,7 @@ from torchtitan_graph.device import Target
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
 from torchtitan_graph.models.hf.files import read_json
+from torchtitan_graph.models.layers.adapt import adapt
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.models.spec import HF_CONTRACT, check_vocabulary, family_names, flavor_config, load_family
 
@@ -79,6 +80,7 @@ def choose_model(job_config: JobConfig, assets: Path | None, tokenizer_vocab_siz
     source = f"model.flavor = {options.flavor!r}" if raw is None else str(file)
     config = with_mtp_layers(config, options.num_mtp_layers, options.name)
     model = _on_meta(family, config, options.attn, source)
+    adapt(model, family, options)
     for note in model.notes:
         logger.info(note)
     return ChosenModel(family, model, options)

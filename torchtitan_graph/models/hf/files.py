@@ -28,15 +28,15 @@ Ranges = Sequence[tuple[int, int]]  # (begin, end) in each dim
 class Folder:
     """The tensors of a folder, by name. The files are memory-mapped: a slice is copied from disk when it is read."""
 
-    def __init__(self, path: Path):
-        """Open the folder.
+    def __init__(self, path: Path, single: str = SINGLE):
+        """Open the folder; `single` is the name of its file where it has one.
 
         Raises:
             UserError: it has no safetensors files, lacks some that its index names, or they can't be read.
         """
         self.path = path
         self._file_of: dict[str, Any] = {}
-        for name in _file_names(path):
+        for name in _file_names(path, single):
             file = _open(path / name)
             self._file_of |= dict.fromkeys(file.keys(), file)
             if len(self._file_of) > _MOST_TENSORS:
@@ -59,7 +59,7 @@ class Folder:
         return self._file_of[name].get_slice(name)[tuple(slice(*r) for r in ranges)]
 
 
-def read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path, whose: str = "a Hugging Face model") -> dict[str, Any]:
     """Return the object in a JSON file.
 
     Raises:
@@ -68,7 +68,7 @@ def read_json(file: Path) -> dict[str, Any]:
     try:
         return small_files.read_json(file, dict[str, Any])
     except FileNotFoundError:
-        raise UserError(f"{file.parent} holds no {file.name}: it is no folder of a Hugging Face model") from None
+        raise UserError(f"{file.parent} holds no {file.name}: it is no folder of {whose}") from None
     except OSError as error:
         raise UserError(f"{file} can't be read: {error}") from error
 
@@ -77,14 +77,14 @@ class _Index(TypedDict):
     weight_map: dict[str, str]
 
 
-def _file_names(path: Path) -> list[str]:
-    if os.path.isfile(path / SINGLE):  # false for a name that is too long, too
-        return [SINGLE]
+def _file_names(path: Path, single: str) -> list[str]:
+    if os.path.isfile(path / single):  # false for a name that is too long, too
+        return [single]
     if not os.path.isfile(path / INDEX):
         patterns = ("*.bin", "*.pt", "*.pth") if os.path.isdir(path) else ()
         pickles = sorted(file.name for pattern in patterns for file in path.glob(pattern))
         why = f"; {', '.join(pickles[:3])} are pickles, which can run code: convert them first" if pickles else ""
-        raise UserError(f"{path} holds neither {SINGLE} nor {INDEX}{why}")
+        raise UserError(f"{path} holds neither {single} nor {INDEX}{why}")
     names = small_files.read_json(path / INDEX, _Index)["weight_map"]
     files = sorted(set(names.values()))
     if len(files) > _MOST_FILES:

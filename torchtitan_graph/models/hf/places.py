@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.models.hf.files import Ranges
+from torchtitan_graph.models.layers.lora import adapter_parameters
 from torchtitan_graph.models.layers.stored import Stored
 from torchtitan_graph.parallel.chunk import chunk_of
 
@@ -67,9 +68,11 @@ class Place:
 
 
 def live_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors of a model that files store: every parameter, tied ones once, and every persistent buffer."""
-    kept = model.state_dict().keys()  # without buffers that are computed again
-    return {**dict(model.named_parameters()), **{name: b for name, b in model.named_buffers() if name in kept}}
+    """Return the tensors of a model that files store: every parameter but adapters', tied ones once, and every
+    persistent buffer."""
+    kept, of_adapters = model.state_dict().keys(), adapter_parameters(model)  # without buffers that are computed again
+    parameters = {name: p for name, p in model.named_parameters() if name not in of_adapters}
+    return {**parameters, **{name: b for name, b in model.named_buffers() if name in kept}}
 
 
 def places(family: ModuleType, model: nn.Module) -> list[Place]:

@@ -85,7 +85,7 @@ def _match(
         skippable, mine, problems = _skipped(folder.names(), _skippable(family, model)), {}, []
     for place in [*wanted, *tied]:
         mine |= place.expected(folder)
-    return folder, wanted, tied, _check(mine, problems, folder, skippable)
+    return folder, wanted, tied, check_tensors(mine, problems, folder, skippable)
 
 
 def _prefix(family: ModuleType, wanted: Iterable[Place], folder: DequantizedFolder) -> str:
@@ -96,8 +96,8 @@ def _prefix(family: ModuleType, wanted: Iterable[Place], folder: DequantizedFold
     return next((prefix for prefix in prefixes if any(prefix + name in there for name in names)), prefixes[0])
 
 
-def _check(
-    mine: dict[str, tuple[int, ...]], problems: list[str], folder: DequantizedFolder, skippable: set[str]
+def check_tensors(
+    mine: dict[str, tuple[int, ...]], problems: list[str], folder: DequantizedFolder | Folder, skippable: set[str]
 ) -> set[str]:
     """Check the files against the tensors of all ranks together: those of a pipeline have different parts of the
     model. Return the names of the tensors that are skipped.

@@ -6,6 +6,7 @@ All ranks take part; rank 0 gathers one tensor after the other and writes. It ho
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.models.hf.files import INDEX, SINGLE, NewFolder, num_bytes, read_json
 from torchtitan_graph.models.hf.places import Place, live_tensors, places
+from torchtitan_graph.models.layers.lora import Adapter, adapters_of, merged
 from torchtitan_graph.models.layers.stored import Stored
 from torchtitan_graph.parallel.agree import on_rank_0
 from torchtitan_graph.parallel.chunk import gather_whole
@@ -42,7 +44,8 @@ def save_weights(
     replace: bool = False,
     file_bytes: int = FILE_BYTES,
 ) -> None:
-    """Write config.json and the weights as the folder `path`, atomically; all ranks together.
+    """Write config.json and the weights as the folder `path`, atomically; all ranks together. Adapters are merged into
+    their weights.
 
     Args:
         dtype: the parameters' dtype; None leaves it. Buffers keep theirs.
@@ -56,7 +59,7 @@ def save_weights(
     """
     if not hasattr(family, "to_hf_config"):
         raise UserError(f"{family.__name__} defines no to_hf_config, which a config.json is written by: see llama3.py")
-    units = _units(family, model, dtype)
+    units, adapters = _units(family, model, dtype), adapters_of(model)
     files = _pack(units, file_bytes)
     names = [f"model-{i + 1:05}-of-{len(files):05}.safetensors" for i in range(len(files))] if files[1:] else [SINGLE]
     writer = _Writer(path, replace)
@@ -64,7 +67,7 @@ def save_weights(
     on_rank_0(writer.begin)
     for name, content in zip(names, files, strict=True):
         for unit in content:
-            found = unit.gather()
+            found = unit.gather(model, adapters)
             if is_writer:
                 writer.take(unit, found)
         on_rank_0(functools.partial(writer.write, name))
@@ -125,9 +128,18 @@ class _Unit:
     def num_bytes(self) -> int:
         return sum(num_bytes(tuple(place.tensor.shape), self.dtype_of(place)) for place in self.parts)
 
-    def gather(self) -> list[Tensor | None]:
-        """Gather our tensors, all ranks together: rank 0 gets all of them, whole."""
-        return [gather_whole(place.tensor, self.dtype_of(place)) for place in self.parts]
+    def gather(self, model: nn.Module, adapters: Mapping[str, Adapter]) -> list[Tensor | None]:
+        """Gather our tensors, all ranks together: rank 0 gets all of them, whole, with their adapters' changes."""
+        return [self._gathered(place, model, adapters.get(place.ours)) for place in self.parts]
+
+    def _gathered(self, place: Place, model: nn.Module, adapter: Adapter | None) -> Tensor | None:
+        if adapter is None:
+            return gather_whole(place.tensor, self.dtype_of(place))
+        every = [place.tensor, *(model.get_parameter(name).detach() for name in (adapter.A, adapter.B))]
+        weight, A, B = (gather_whole(x, x.dtype) for x in every)
+        if weight is None or A is None or B is None:
+            return None
+        return merged(weight, A, B, adapter).to(self.dtype_of(place))
 
     def file_tensors(self, found: list[Tensor]) -> dict[str, Tensor]:
         """Return the file tensors made of our whole tensors."""

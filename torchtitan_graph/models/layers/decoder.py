@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Replicate
 
 from torchtitan_graph.capture.step import SideOutputs
+from torchtitan_graph.config import job
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.models.layers.init import Initial, Residual, said_initial
 from torchtitan_graph.models.layers.masks import (
@@ -145,6 +146,7 @@ class Decoder(nn.Module):
     trained_length: int | None = None  # of rows, where another library's model says it
     notes: Sequence[str] = ()  # what a user should know of another library's model, a line each
     source: Path | None = None  # of another library's model: the file or folder with its code
+    lora = job.Lora()  # the options of its adapters, where it has some
     conversion: Any = None  # of another library's model: how the tensors of files become its own
 
     def __init__(self, config: DecoderConfig, attn: str, blocks: Sequence[nn.Module]):
@@ -187,7 +189,8 @@ class Decoder(nn.Module):
         for name, load_E in state.items():
             moe = self.get_submodule(name.removesuffix(LOAD))
             assert isinstance(moe, MoE), name
-            move_correction_bias(moe.router.bias_E, moe.bias_update_speed, load_E)
+            if moe.router.gate.weight.requires_grad:  # a frozen router's choice stays as it is
+                move_correction_bias(moe.router.bias_E, moe.bias_update_speed, load_E)
 
     def plain_term(self, name: str, term_BL: Tensor) -> Tensor:
         """Return a term of `SideOutputs.losses` as a plain tensor: of logits or parameters that tensor parallelism

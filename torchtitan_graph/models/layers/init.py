@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from torchtitan_graph.errors import UserError
+from torchtitan_graph.models.layers.lora import is_adapter
 from torchtitan_graph.parallel.storage import set_local
 from torchtitan_graph.torch_private.tensors import num_writes
 
@@ -54,6 +55,8 @@ _TORCH: Mapping[type[nn.Module], Mapping[str, Initial]] = {
 
 def said_initial(model: nn.Module, name: str) -> tuple[bool, Initial]:
     """Return whether a class says how a parameter starts, and how it does. See Note [Initial values]."""
+    if is_adapter(model, name):
+        return True, Drawn(_kaiming) if name.removesuffix(".weight").endswith("lora_A") else 0.0
     module, rest = model, name
     while True:
         torch_says = [says for kind, says in _TORCH.items() if isinstance(module, kind)]
@@ -65,6 +68,13 @@ def said_initial(model: nn.Module, name: str) -> tuple[bool, Initial]:
             is_scale = child == "weight" and model.get_parameter(name).dim() == 1
             return False, 0.0 if child == "bias" else None if is_scale else STD
         module, rest = module.get_submodule(child), below
+
+
+def _kaiming(shape: torch.Size, seed: int) -> Tensor:
+    """Return values of a matrix that rows of `shape[-1]` numbers are multiplied by, as torch's linear layers and PEFT's
+    adapters start: uniform, kaiming with a = sqrt(5)."""
+    bound = shape[-1] ** -0.5
+    return torch.empty(shape).uniform_(-bound, bound, generator=torch.Generator().manual_seed(seed))
 
 
 def generator_for(seed: int, name: str, device: torch.device) -> torch.Generator:

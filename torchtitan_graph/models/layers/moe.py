@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from torchtitan_graph.models.layers.feed_forward import FeedForward, SwiGLU
 from torchtitan_graph.models.layers.init import RESIDUAL
+from torchtitan_graph.models.layers.lora import add_adapter
 from torchtitan_graph.ops.elementwise import LIMIT, STEEPNESS, swiglu
 from torchtitan_graph.ops.experts import grouped_add, grouped_mm, permuted
 
@@ -208,8 +209,10 @@ class Experts(nn.Module):
         return linear(self.activation(gate_SF, up_SF), "w2", self.b2)
 
     def product(self, x: Tensor, weight: str, offsets_E: Tensor) -> Tensor:
-        """Return rows times the transposed weight of that name; `offsets_E[e]` is where expert e's rows end."""
-        return grouped_mm(x, getattr(self, weight), offsets_E, transposed=True)
+        """Return rows times the transposed weight of that name, and its adapter's; `offsets_E[e]` is where expert e's
+        rows end."""
+        y = grouped_mm(x, getattr(self, weight), offsets_E, transposed=True)
+        return add_adapter(self, weight, x, y, offsets_E)
 
 
 def sorted_slots(chosen_TA: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.models.layers.attention import Seen, attend
+from torchtitan_graph.models.layers.lora import add_adapter
 from torchtitan_graph.models.layers.masks import Mask, as_bias
 from torchtitan_graph.models.layers.moe import in_turn, sorted_slots
 from torchtitan_graph.ops.experts import every_second, grouped_add, grouped_mm, permuted
@@ -159,6 +160,7 @@ class Rows(nn.Module):
 
         def linear(x: Tensor, name: str) -> Tensor:
             y = grouped_mm(x, getattr(experts, name), offsets_E, transposed=not experts.is_transposed)
+            y = add_adapter(experts, name, x, y, offsets_E)
             return grouped_add(y, getattr(experts, f"{name}_bias"), offsets_E) if experts.has_bias else y
 
         if experts.has_gate:
@@ -226,6 +228,12 @@ def correction_bias(experts: nn.Module) -> Tensor | None:
         return None
     module, name = experts.bias_of  # type: ignore[misc]
     return module._buffers[name]  # type: ignore[no-any-return]
+
+
+def is_router_trained(experts: nn.Module) -> bool:
+    """Return whether what chooses a mixture's experts, by a correction bias, has parameters that take gradients."""
+    module, _ = experts.bias_of  # type: ignore[misc]
+    return any(p.requires_grad for p in module.parameters())
 
 
 def _note_logits(forward: Callable[..., Any], at: int, *args: Any, **kwargs: Any) -> Any:

@@ -55,7 +55,7 @@ def check_own_loss(name: str, function: Callable[..., Any], vocab_size: int, seq
     whole = of((slice(None), slice(None)))
     if not whole["the loss"][1].any():
         raise UserError(f"{option}: the loss does not depend on the logits, so nothing would be learned; {_PAGE}")
-    cuts = {"microbatches and ranks": (_HALVES, 0)}
+    cuts: dict[str, tuple[Sequence[Part], int]] = {"microbatches and ranks": (_HALVES, 0)}
     if cp > 1 and length > 1:
         halves = (slice(0, length // 2), slice(length // 2, length))
         cuts["context parallel's ranks"] = ([(slice(None), each) for each in halves], 1)

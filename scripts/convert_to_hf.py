@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 import torch
-from generate import describe  # scripts/generate.py
+
 
 from torchtitan_graph.checkpoint import load_model, newest_below
 from torchtitan_graph.errors import UserError

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import torch
 
-
 from torchtitan_graph.checkpoint import load_model, newest_below
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import init_logging
 from torchtitan_graph.models.hf import allocate, new_model, save_weights
+from torchtitan_graph.open_model import describe
 
 
 def main() -> None:

@@ -195,6 +195,9 @@ class Trainer:
                 if config.validation.enable and (last or self.step % config.validation.freq == 0):
                     with run.during("validation"):
                         metrics.log_validation(self.step, self.validate())
+                if self.blueprint.samples is not None and (last or self.step % config.samples.freq == 0):
+                    with run.during("validation"):
+                        metrics.log_samples(self.step, self.samples())
                 if last:
                     self.stop_signal = 0  # there is nothing left to stop
                 with run.during("checkpoint"):
@@ -303,6 +306,13 @@ class Trainer:
             totals += torch.stack([loss, batch.num_tokens.double()])
             batch = feed.next()
         return float(totals[0] / totals[1])  # the only wait for the device
+
+    def samples(self) -> list[tuple[str, str]]:
+        """Return the prompts of [samples], each with its continuation."""
+        samples, options = self.blueprint.samples, self.blueprint.options
+        assert samples is not None, "built where samples.prompts is set"
+        texts = samples.write(self.layout, options.precision.compute, self.device, options.mode == "eager")
+        return list(zip(samples.prompts, texts, strict=True))
 
     def _resume(self) -> None:
         assets = self.blueprint.assets

@@ -44,6 +44,7 @@ from transformers.initialization import no_init_weights
 from transformers.integrations.moe import ExpertsInterface
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
 
 from torchtitan_graph.config.option import did_you_mean
 from torchtitan_graph.errors import UserError
@@ -455,3 +456,27 @@ class Conversion:
     def to_files(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the files' tensors that a group of the model's becomes."""
         return revert_weight_conversion(self._model, tensors)  # type: ignore[no-any-return]
+
+
+def render_chat(
+    template: str,
+    messages: list[dict[str, Any]],
+    tools: list[Any] | None,
+    prompt: bool,
+    named_tokens: Mapping[str, str],
+    strftime: Callable[[str], str],
+) -> tuple[str, list[tuple[int, int]]]:
+    """Return a conversation's text by a Jinja template, in transformers' sandbox, and the characters that the template
+    marks by {% generation %}. `PreTrainedTokenizerBase.apply_chat_template`, which is public, wants a tokenizer of its
+    own and gives neither the marks' characters nor another day."""
+    _compile_jinja_template(template).globals["strftime_now"] = strftime  # kept: the rendering compiles it once
+    has_marks = re.search(r"\{%-?\s*generation\s*-?%\}", template) is not None
+    texts, marks = render_jinja_template(
+        [messages],
+        tools=tools,
+        chat_template=template,
+        return_assistant_tokens_mask=has_marks,
+        add_generation_prompt=prompt,
+        **named_tokens,
+    )
+    return texts[0], marks[0] if has_marks else []

@@ -1,6 +1,8 @@
 """Text to token ids and back: by bytes, or by any Hugging Face tokenizer.json."""
 
+import functools
 import hashlib
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -8,7 +10,13 @@ from typing import Any, Protocol
 import tokenizers
 
 import torchtitan_graph
-from torchtitan_graph.data.tokenizer_json import add_listed_tokens, blame, read_tokenizer, read_tokenizer_config
+from torchtitan_graph.data.tokenizer_json import (
+    add_listed_tokens,
+    blame,
+    named_tokens,
+    read_tokenizer,
+    read_tokenizer_config,
+)
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.patience import refuse_unreadable
 
@@ -17,6 +25,7 @@ class Tokenizer(Protocol):
     """Converts text into ids below vocab_size and back; `encode` adds no special ids, and reads none from text.
 
     bos_id starts a document (None: nothing does), eos_id ends it. One of `special_tokens` inside a text is text.
+    `decode` leaves special tokens out, `decode_all` spells them.
     `digest` is equal for tokenizers with the same ids.
     """
 
@@ -29,6 +38,8 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]: ...
 
     def decode(self, ids: list[int]) -> str: ...
+
+    def decode_all(self, ids: list[int]) -> str: ...
 
 
 def load_tokenizer(path: str | None, special_tokens_in_text: bool = False) -> Tokenizer:
@@ -86,12 +97,16 @@ class ByteTokenizer:
     def decode(self, ids: list[int]) -> str:
         return bytes(i for i in ids if i < 256).decode(errors="replace")
 
+    def decode_all(self, ids: list[int]) -> str:
+        return "".join({256: "<bos>", 257: "<eos>"}.get(i) or bytes([i]).decode(errors="replace") for i in ids)
+
 
 class FileTokenizer:
     """A tokenizer.json. The tokens that begin and end a document are named in tokenizer_config.json next to it."""
 
     def __init__(self, file: Path, special_tokens_in_text: bool) -> None:
         self._file, self._special_tokens_in_text = file, special_tokens_in_text
+        self.folder = file.parent
         self._tokenizer, content = read_tokenizer(file)
         config_file = file.parent / "tokenizer_config.json"
         config = read_tokenizer_config(config_file)
@@ -107,6 +122,7 @@ class FileTokenizer:
         self.eos_id = eos_id
         tokens = self._tokenizer.get_added_tokens_decoder().values()
         self.special_tokens = tuple(token.content for token in tokens if token.special)
+        self.named_tokens = named_tokens(config)
         named = f"{self.bos_id} {self.eos_id}" + "".join(f" {token!r}" for token in added)
         self.digest = hashlib.sha256(content + named.encode()).hexdigest()
 
@@ -118,9 +134,30 @@ class FileTokenizer:
         with blame(f"{self._file}: can't tokenise a text that begins {text[:40]!r}"):
             return self._tokenizer.encode(text, add_special_tokens=False).ids
 
+    def encode_marked(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Return the ids of a text in which special tokens are tokens, and the characters of each, the end excluded."""
+        with blame(f"{self._file}: can't tokenise a text that begins {text[:40]!r}"):
+            self._tokenizer.encode_special_tokens = False
+            try:
+                encoding = self._tokenizer.encode(text, add_special_tokens=False)
+            finally:
+                self._tokenizer.encode_special_tokens = not self._special_tokens_in_text
+        return encoding.ids, encoding.offsets
+
+    @functools.cached_property
+    def special_pattern(self) -> re.Pattern[str]:
+        """The expression that splits a text at special tokens, and keeps them."""
+        longest_first = sorted(self.special_tokens, key=len, reverse=True)
+        return re.compile("(" + "|".join(map(re.escape, longest_first)) + ")")
+
     def decode(self, ids: list[int]) -> str:
         with blame(f"{self._file}: can't make a text of {len(ids):,} ids"):
             return self._tokenizer.decode(ids, skip_special_tokens=True)
+
+    def decode_all(self, ids: list[int]) -> str:
+        """Return the text of ids with special tokens spelt out."""
+        with blame(f"{self._file}: can't make a text of {len(ids):,} ids"):
+            return self._tokenizer.decode(ids, skip_special_tokens=False)
 
 
 # Defaults without tokenizer_config.json: the names used by llama, qwen, deepseek, gpt and ourselves.

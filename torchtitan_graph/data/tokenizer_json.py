@@ -48,6 +48,7 @@ class TokenizerConfig(TypedDict, total=False):
     additional_special_tokens: Any
     extra_special_tokens: Any
     added_tokens_decoder: dict[str, AddedToken]
+    chat_template: Any
 
 
 def read_tokenizer(file: Path) -> tuple[tokenizers.Tokenizer, bytes]:
@@ -88,6 +89,37 @@ def read_tokenizer_config(file: Path) -> TokenizerConfig:
             return read_json(file, TokenizerConfig)
         except FileNotFoundError:
             return {}
+
+
+def read_templates(folder: Path) -> dict[str, str]:
+    """Return the chat templates of a tokenizer's folder by name: `default`, and perhaps `tool_use` and others.
+
+    They are in chat_template.jinja and additional_chat_templates/*.jinja, or else in tokenizer_config.json, where they
+    are one text, or a list of names and texts. Raises UserError for anything else.
+    """
+    found: dict[str, str] = {}
+    file = folder / "tokenizer_config.json"
+    listed = read_tokenizer_config(file).get("chat_template")
+    if isinstance(listed, str):
+        found["default"] = listed
+    elif isinstance(listed, list) and all(isinstance(each, dict) for each in listed):
+        found = {each.get("name"): each.get("template") for each in listed}
+    elif listed is not None:
+        raise UserError(f"{file}: chat_template is neither a text nor a list of named ones")
+    if not all(isinstance(part, str) for pair in found.items() for part in pair):
+        raise UserError(f"{file}: chat_template: each entry of the list must have a name and a template, both texts")
+    with refuse_unreadable(str(folder)):
+        more = sorted((folder / "additional_chat_templates").glob("*.jinja"))
+        for name, path in [("default", folder / "chat_template.jinja"), *((path.stem, path) for path in more)]:
+            if path.is_file():
+                found[name] = read_small(path).decode(errors="replace")
+    return found
+
+
+def named_tokens(config: TokenizerConfig) -> dict[str, str]:
+    """Return the texts of the special tokens that tokenizer_config.json names, by their keys: templates write them."""
+    named = {key: _named(config.get(key))[0] for key in _NAMED}
+    return {key: text for key, text in named.items() if text}
 
 
 def add_listed_tokens(tokenizer: tokenizers.Tokenizer, config: TokenizerConfig, file: Path) -> list[str]:

@@ -1,6 +1,7 @@
 """Continue texts with a trained model, or talk with it.
 
     python -m torchtitan_graph.generate RUN "def main("
+    python -m torchtitan_graph.generate HF_FOLDER --chat
     python -m torchtitan_graph.generate HF_FOLDER --prompts questions.jsonl --json --temperature 0.7 --top_p 0.9
     torchrun --nproc_per_node 2 -m torchtitan_graph.generate RUN "def main("
 
@@ -28,8 +29,9 @@ from torchtitan_graph import device as devices
 from torchtitan_graph.command import command, make_parser, run_command
 from torchtitan_graph.data.tokenizer import Tokenizer
 from torchtitan_graph.errors import UserError
+from torchtitan_graph.generate.chat import HELP, Chat
 from torchtitan_graph.generate.decoding import why_no_cache
-from torchtitan_graph.generate.generation import Options, check_length, generate
+from torchtitan_graph.generate.generation import Options, check_length, generate, to_tokens
 from torchtitan_graph.generate.sampling import Sampling
 from torchtitan_graph.generate.texts import Text
 from torchtitan_graph.log import logger
@@ -60,7 +62,10 @@ def parser() -> argparse.ArgumentParser:
     add("--job.config_file", dest="config", type=Path, metavar="FILE", help=config)
     lines = "a prompt per line; of a .jsonl file per object, under the key `prompt`; - is standard input"
     add("--prompts", metavar="FILE", help=lines)
-    add("--max_new_tokens", type=int, default=100, metavar="N", help="stop after so many (default 100)")
+    add("--chat", action="store_true", help=f"talk with the model, by its tokenizer's chat template: {HELP}")
+    add("--system", default="", metavar="TEXT", help="with --chat: the system prompt")
+    most = "stop after so many (default 100; with --chat 1000)"
+    add("--max_new_tokens", type=int, metavar="N", help=most)
     add("--temperature", type=float, default=0.0, help="0 takes the likeliest token (default 0)")
     add("--top_k", type=int, default=0, metavar="K", help="draw among the K likeliest; 0: all (default 0)")
     least = "draw among the fewest likeliest tokens whose probabilities sum to P; 1: all (default 1)"
@@ -78,7 +83,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def check(options: argparse.Namespace) -> None:
-    """Raise a UserError for an option out of bounds, or options that exclude each other."""
+    """Fill in defaults; raise a UserError for an option out of bounds, or options that exclude each other."""
+    if options.max_new_tokens is None:
+        options.max_new_tokens = 1000 if options.chat else 100
     least = {"max_new_tokens": 1, "temperature": 0, "top_k": 0, "num_samples": 1, "batch_size": 1}
     for name, bound in (least | {"tensor_parallel_degree": 1}).items():
         if not getattr(options, name) >= bound:
@@ -89,6 +96,13 @@ def check(options: argparse.Namespace) -> None:
         raise UserError("--temperature 0 takes the likeliest token, so --top_k, --top_p and --num_samples need another")
     if options.prompt is not None and options.prompts is not None:
         raise UserError("--prompts and a prompt: give one of them")
+    if options.chat:
+        is_given = {"prompt": options.prompt, "--prompts": options.prompts, "--json": options.json}
+        is_given["--num_samples"] = options.num_samples > 1
+        if others := [name for name, x in is_given.items() if x]:
+            raise UserError(f"--chat reads what is said from the terminal: leave out {', '.join(others)}")
+    elif options.system:
+        raise UserError("--system: is the system prompt of --chat; add that, or write it into the prompt")
     if "" in options.stop:
         raise UserError("--stop '': must be a text")
     world = int(os.environ.get("WORLD_SIZE", "1"))
@@ -108,6 +122,9 @@ def main(argv: Sequence[str]) -> int:
             dtype = getattr(torch, options.dtype)
             stack.enter_context(gathered_for_forward(opened.model, opened.model.blocks, dtype, devices.device()))
         how = _how(options, opened)
+        if options.chat:
+            Chat(opened.model, opened.tokenizer, how, devices.device()).run(options.system)
+            return 0
         prompts = on_rank_0(partial(_prompts, options, opened.tokenizer))
         check_length(opened.model, [prompt.tokens for prompt in prompts], options.max_new_tokens)
         _print_texts(options, opened, how, prompts)
@@ -155,9 +172,7 @@ def _prompts(options: argparse.Namespace, tokenizer: Tokenizer) -> list[Prompt]:
     texts = [options.prompt or ""] if options.prompts is None else list(_texts_of(options.prompts))
     if not texts:
         raise UserError(f"--prompts {options.prompts}: holds no prompt")
-    bos = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
-    # A text without a beginning of its own begins where another ends.
-    return [Prompt(text, bos + tokenizer.encode(text) or [tokenizer.eos_id]) for text in texts]
+    return [Prompt(text, to_tokens(tokenizer, text)) for text in texts]
 
 
 def _texts_of(name: str) -> Iterator[str]:

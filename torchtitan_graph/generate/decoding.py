@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from torchtitan_graph.models.layers.attention import Seen
 from torchtitan_graph.models.layers.decoder import Decoder
@@ -85,6 +86,8 @@ class Decoding:
             )
         if self.cache is not None:
             self.cache.length = self.end
+        if isinstance(logits_BLV, DTensor):  # in training, tensor parallelism leaves the vocabulary divided
+            logits_BLV = logits_BLV.full_tensor()
         return logits_BLV[:, last if self.whole_logits else 0]  # type: ignore[no-any-return]
 
     def append(self, tokens_B: Tensor) -> None:

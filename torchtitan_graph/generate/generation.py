@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -34,13 +34,29 @@ class Options:
     cache: bool = True
     multiple: int = 1
 
+    def ending_with(self, tokens: Iterable[int]) -> Options:
+        """Return these options, with more tokens that end a text."""
+        return dataclasses.replace(self, ends=self.ends | frozenset(tokens))
 
-def check_length(model: Decoder, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
-    """Raise a UserError if a text could become longer than a model's rows."""
+    def in_parts(self, degree: int) -> Options:
+        """Return these options for tensor parallelism of a degree."""
+        return dataclasses.replace(self, multiple=degree)
+
+
+def to_tokens(tokenizer: Tokenizer, prompt: str) -> list[int]:
+    """Return a prompt's tokens, at least one: an empty text begins where another ends."""
+    bos = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+    return bos + tokenizer.encode(prompt) or [tokenizer.eos_id]
+
+
+def check_length(
+    model: Decoder, prompts: Sequence[Sequence[int]], max_new_tokens: int, option: str = "--max_new_tokens"
+) -> None:
+    """Raise a UserError, which names the option, if a text could become longer than a model's rows."""
     longest = max(map(len, prompts)) + max_new_tokens
     if model.longest_row is not None and longest > model.longest_row[0]:
         most, why = model.longest_row
-        raise UserError(f"--max_new_tokens {max_new_tokens}: with the prompt at most {most} tokens: {why}")
+        raise UserError(f"{option} {max_new_tokens}: with the prompt at most {most} tokens: {why}")
 
 
 def generate(

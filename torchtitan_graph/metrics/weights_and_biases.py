@@ -61,6 +61,10 @@ class WeightsAndBiases:
         """Add a point to the curve of each tag."""
         self._run.log({"step": step, **values})
 
+    def texts(self, step: int, values: Mapping[str, str]) -> None:
+        """Add a text to the series of each tag."""
+        self._run.log({"step": step, **values})
+
     def close(self) -> None:
         self._run.finish()
 

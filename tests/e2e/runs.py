@@ -51,14 +51,24 @@ def start(*options: str, ranks: int = 1, patch: Callable[[], None] | None = None
     No launcher is about: all ranks print to one stream. And forks order their sets alike; ranks of their own, which
     must agree though they don't, are those of `torchrun`, run_train.sh and the pool.
     """
-    run = Forks("--job.config_file", TINY, *options)
+    return _on_ranks(Forks("--job.config_file", TINY, *options), _train, patch, ranks, env)
+
+
+def _on_ranks(
+    run: "Forks", work: Callable[[list[str]], Any], patch: Callable[[], None] | None, ranks: int, env: dict[str, str]
+) -> "Forks":
     if ranks > 1:  # this process hosts the store, as a launcher does
         run.store = host_store(datetime.timedelta(seconds=TIMEOUT_S))
         env = {"MASTER_PORT": str(run.store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"} | env
         env = {"MASTER_ADDR": LOOPBACK, "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)} | env
     for rank in range(ranks):
-        run.fork(_train, patch, {"RANK": str(rank), "LOCAL_RANK": str(rank), **env} if ranks > 1 else env)
+        run.fork(work, patch, {"RANK": str(rank), "LOCAL_RANK": str(rank), **env} if ranks > 1 else env)
     return run
+
+
+def generate(*arguments: str, ranks: int = 1) -> Result:
+    """Generate texts with these arguments, each rank a forked process."""
+    return _on_ranks(Forks(*arguments), _generate, None, ranks, {}).finish()
 
 
 def precompile(*options: str, ranks: int) -> Result:
@@ -151,6 +161,12 @@ def _train(words: list[str]) -> int:
 
 def _precompile(words: list[str]) -> int:
     from torchtitan_graph.precompile import main
+
+    return main(words)
+
+
+def _generate(words: list[str]) -> int:
+    from torchtitan_graph.generate.__main__ import main
 
     return main(words)
 

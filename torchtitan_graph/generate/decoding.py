@@ -2,9 +2,9 @@
 
 Note [The cache]
 Every attention passes its keys and values, or the latents they come from, through its `Seen`, at which context
-parallelism gathers those of the whole row. A cache does the same over time: a hook on each `Seen` keeps what passes, and
-returns it with all that came before. Queries at some places of a row, and a mask for them, are what models compute under
-context parallelism anyway, so no model knows of the cache, and a step that is traced has no part of it.
+parallelism gathers those of the whole row. A cache does the same over time: a hook on each `Seen` keeps what passes,
+and returns it with all that came before. Queries at some places of a row, and a mask for them, are what models compute
+under context parallelism anyway, so no model knows of the cache, and a step that is traced has no part of it.
 
 Note [Left padding]
 Prompts of different lengths are padded on the left, so that the next token of all is at one place. Padding is a

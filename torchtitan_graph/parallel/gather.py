@@ -8,13 +8,14 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from torchtitan_graph.graph.blocks import block_of
 from torchtitan_graph.parallel.layout import DP_REPLICATE, EXPERT_FSDP, FSDP
+
+c10d = torch.ops._c10d_functional
 
 
 @contextlib.contextmanager
@@ -79,8 +80,8 @@ def compute_tensor(parameter: DTensor, dtype: torch.dtype, device: torch.device)
             size //= mesh.size(i)
     if degree > 1:
         padded = F.pad(local.movedim(dim, 0), (0, 0) * (local.dim() - 1) + (0, -(-size // degree) - local.shape[dim]))
-        parts = padded.new_empty(degree * padded.shape[0], *padded.shape[1:])
-        dist.all_gather_into_tensor(parts, padded.contiguous(), group=mesh.get_group(axis))
+        group = mesh.get_group(axis).group_name
+        parts = c10d.wait_tensor(c10d.all_gather_into_tensor(padded.contiguous(), degree, group))
         local = parts[:size].movedim(0, dim)
     if not inner:
         return local

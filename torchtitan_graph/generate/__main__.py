@@ -178,7 +178,7 @@ def _prompts(options: argparse.Namespace, tokenizer: Tokenizer) -> list[Prompt]:
 def _texts_of(name: str) -> Iterator[str]:
     try:
         content = sys.stdin.read(MOST_BYTES) if name == "-" else read_text(Path(name), MOST_BYTES)
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--prompts {name}: can't be read: {error}") from error
     for number, line in enumerate(content.splitlines(), 1):
         if not line.strip():

@@ -8,7 +8,6 @@ from types import ModuleType
 from typing import NamedTuple
 
 import torch
-from torch import nn
 
 from torchtitan_graph.checkpoint import load_model, newest_below
 from torchtitan_graph.config import load, target_of
@@ -127,7 +126,7 @@ def _find_config(checkpoint: Path) -> Path:
     )
 
 
-def _tokenizer_of(folder: Path, model: nn.Module) -> Tokenizer:
+def _tokenizer_of(folder: Path, model: Decoder) -> Tokenizer:
     """Return the tokenizer of a Hugging Face folder; without a tokenizer.json, a model trained on bytes has the
     tokenizer of bytes."""
     of_bytes = load_tokenizer(None)

@@ -54,17 +54,3 @@ def test_tensorboard_shows_them(tmp_path: Path) -> None:
     texts = [event.tensor_proto.string_val[0].decode() for event in events.Tensors("samples/1/text_summary")]
     whole = [f"{x['prompt']}{x['text']}" for x in (first, last[0])]
     assert texts == ["\n".join("    " + line for line in text.splitlines()) for text in whole]
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        ["--parallelism.context_parallel_degree", "2"],
-        ["--parallelism.pipeline_parallel_degree", "2"],
-    ],
-)
-def test_layouts_without_samples_are_refused_before_training(options: list[str], tmp_path: Path) -> None:
-    code, output = train("--job.dump_folder", str(tmp_path / "run"), *options, *SAMPLES, ranks=2)
-    assert code == 2, output
-    assert f"not with {options[0][2:]} = 2" in output and "python -m torchtitan_graph.generate" in output
-    assert not (tmp_path / "run" / "metrics.jsonl").exists()

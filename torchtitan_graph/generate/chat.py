@@ -53,27 +53,22 @@ class Chat:
         self._messages = [{"role": "system", "content": system}] if system else []
 
     def _reply(self, line: str) -> None:
-        """Print the answer to a line; what can't be answered is said, and is no part of the conversation."""
-        self._messages.append({"role": "user", "content": line})
-        said: list[str] = []
+        """Print the answer to a line. Without one the line is no part of the conversation."""
+        asked, said = [*self._messages, {"role": "user", "content": line}], ""
         try:
-            for new in self._answer():
-                said.append(new)
+            for new in self._answer(asked):
+                said += new
                 _print(new)
         except KeyboardInterrupt:
             pass  # what was said of it stays
         except UserError as error:
             _print(f"{error}; /reset begins anew")
-            self._messages.pop()
-            said = []
         _print("\n")
         if said:
-            self._messages.append({"role": "assistant", "content": "".join(said).strip()})
-        elif self._messages[-1]["role"] == "user":
-            self._messages.pop()
+            self._messages = [*asked, {"role": "assistant", "content": said.strip()}]
 
-    def _answer(self) -> Iterator[str]:
-        text, _ = self._template.render(self._messages, prompt=True)
+    def _answer(self, asked: list[dict[str, Any]]) -> Iterator[str]:
+        text, _ = self._template.render(asked, prompt=True)
         tokens, _ = self._tokenizer.encode_marked(text)  # the template has written the tokens that begin a text
         for step in generate(self._model, self._tokenizer, [tokens], self._options, self._device):
             yield step[0][1]

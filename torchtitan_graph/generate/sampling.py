@@ -56,5 +56,6 @@ class Sampling:
             return logits_BV.argmax(-1)
         ends_BV = self.probabilities(logits_BV).cumsum(-1)
         places_B1 = torch.tensor([[torch.rand((), generator=g, dtype=torch.float64).item()] for g in generators])
-        places_B1 = places_B1.to(ends_BV) * ends_BV[:, -1:]
+        sums_B1 = ends_BV[:, -1:]
+        places_B1 = torch.minimum(places_B1.to(ends_BV) * sums_B1, sums_B1.nextafter(torch.zeros_like(sums_B1)))
         return torch.searchsorted(ends_BV, places_B1, right=True).squeeze(1)

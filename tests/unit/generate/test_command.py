@@ -11,6 +11,7 @@ import torch
 
 from torchtitan_graph.checkpoint import save_model
 from torchtitan_graph.data.tokenizer import load_tokenizer
+from torchtitan_graph.errors import UserError
 from torchtitan_graph.generate import Options, generate
 from torchtitan_graph.generate import chat as chat_module
 from torchtitan_graph.generate.__main__ import main
@@ -170,22 +171,28 @@ def test_a_chat_answers_what_the_rendered_conversation_is_continued_with(
     assert answers[4].startswith("/what: no command; /reset begins anew")
 
 
-def test_an_answer_can_be_stopped_and_ends_at_the_templates_token(
+def test_an_answer_can_be_stopped_and_one_that_fails_is_forgotten(
     chatting: Path, run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tokenizer = load_tokenizer(str(chatting))
     seen: list[Any] = []
 
-    def interrupted(model: Any, tokenizer: Any, prompts: Any, options: Any, device: Any) -> Any:
+    def spoilt(model: Any, tokenizer: Any, prompts: Any, options: Any, device: Any) -> Any:
         seen.append((tokenizer.decode_all(prompts[0]), options.ends))
-        yield [(None, "so ")]
         if len(seen) == 1:
+            raise UserError("too long")
+        yield [(None, "so ")]
+        if len(seen) == 2:
             raise KeyboardInterrupt
         yield [(None, "far")]
 
-    monkeypatch.setattr(chat_module, "generate", interrupted)
-    monkeypatch.setattr("sys.stdin", io.StringIO("one\ntwo\n"))
-    assert run(chatting, "--chat") == "so \nso far\n"
-    bos, eos = (tokenizer.decode_all([i]) for i in (tokenizer.bos_id, tokenizer.eos_id))
-    assert seen[1][0] == f"{bos}<user>one<assistant>so{eos}<user>two<assistant>"
-    assert tokenizer.eos_id in seen[1][1]
+    monkeypatch.setattr(chat_module, "generate", spoilt)
+    monkeypatch.setattr("sys.stdin", io.StringIO("zero\none\ntwo\n"))
+    assert run(chatting, "--chat") == "too long; /reset begins anew\nso \nso far\n"
+    assert seen[2][0] == "<|bos|><user>one<assistant>so<|eos|><user>two<assistant>"
+
+
+def test_an_answer_ends_at_the_token_that_the_template_writes_after_one(chatting: Path) -> None:
+    model, tokenizer = from_hf(chatting), load_tokenizer(str(chatting))
+    (chatting / "chat_template.jinja").write_text(TEMPLATE.replace("{{ eos_token }}", "{{ bos_token }}"))
+    ends = chat_module.Chat(model, tokenizer, Options(ends=frozenset([7])), torch.device("cpu"))._options.ends
+    assert ends == {7, tokenizer.bos_id}

@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import transformers
@@ -471,12 +471,13 @@ def render_chat(
     own and gives neither the marks' characters nor another day."""
     _compile_jinja_template(template).globals["strftime_now"] = strftime  # kept: the rendering compiles it once
     has_marks = re.search(r"\{%-?\s*generation\s*-?%\}", template) is not None
-    texts, marks = render_jinja_template(
+    rendered: Any = render_jinja_template(  # its annotations are of another result
         [messages],
         tools=tools,
         chat_template=template,
         return_assistant_tokens_mask=has_marks,
         add_generation_prompt=prompt,
-        **named_tokens,
+        **cast(Any, named_tokens),
     )
-    return texts[0], marks[0] if has_marks else []
+    (text,), marks = rendered
+    return text, marks[0] if has_marks else []

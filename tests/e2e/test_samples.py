@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from runs import numbers, records, saved, train
 
-SAMPLES = ["--samples.prompts", "import os,def f(", "--samples.freq", "2", "--samples.max_new_tokens", "5"]
+SAMPLES = ["--samples.prompts", "import os,def f(", "--samples.freq", "2", "--samples.length", "5"]
 TP = ["--parallelism.tensor_parallel_degree", "2"]
 
 

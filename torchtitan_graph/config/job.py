@@ -678,7 +678,7 @@ class Samples:
 
     prompts: list[str] = option([], "Texts to continue; none: no samples.")
     freq: int = option(100, "Steps between samples; also after the last.", minimum=1)
-    max_new_tokens: int = option(64, "Tokens of a sample.", minimum=1)
+    length: int = option(64, "Tokens of a sample, at most.", minimum=1)
     temperature: float = option(0.0, "Of the draws, the same each time; 0: the likeliest token.", minimum=0.0)
 
 

@@ -25,9 +25,9 @@ class Samples:
     def __init__(self, config: job.Samples, model: Decoder, tokenizer: Tokenizer):
         self._model, self._tokenizer, self.prompts = model, tokenizer, config.prompts
         self._tokens = [to_tokens(tokenizer, prompt) for prompt in config.prompts]
-        check_length(model, self._tokens, config.max_new_tokens, "samples.max_new_tokens")
+        check_length(model, self._tokens, config.length, "samples.length")
         ends = frozenset([tokenizer.eos_id])
-        self._options = Options(Sampling(config.temperature), config.max_new_tokens, ends)
+        self._options = Options(Sampling(config.temperature), config.length, ends)
 
     def write(self, layout: Layout, dtype: torch.dtype, device: torch.device, is_eager: bool) -> list[str]:
         """Return the continuations; all ranks together. Nothing that training reads changes, random numbers included.

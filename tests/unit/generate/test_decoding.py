@@ -56,7 +56,10 @@ def gap(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).abs().max() / expected.abs().max())
 
 
-@pytest.mark.parametrize(("name", "flavor"), KINDS, ids=map("-".join, KINDS))
+MARKED = [pytest.param(*kind, marks=[pytest.mark.slow] * (kind[0] != "gpt_oss"), id="-".join(kind)) for kind in KINDS]
+
+
+@pytest.mark.parametrize(("name", "flavor"), MARKED)
 def test_passes_may_end_with_tokens_that_the_next_replaces(name: str, flavor: str) -> None:
     model = build(name, flavor)
     expected = logits(model, FORCED, cache=False)
@@ -125,7 +128,9 @@ WRAPPED = {
 }
 
 
-@pytest.mark.parametrize("kind", WRAPPED)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind == "a soft cap")) for kind in WRAPPED]
+)
 def test_a_model_of_transformers_has_a_cache(kind: str) -> None:
     pytest.importorskip("transformers")
     model = build_wrapped(WRAPPED[kind])

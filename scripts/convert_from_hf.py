@@ -21,7 +21,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the checkpoint")
     parser.add_argument("--quantized", action="store_true", help="turn fp8 or MXFP4 weights back into numbers")
     options = parser.parse_args()
-    # Needed by generate.py and convert_to_hf.py.
+    # Needed by torchtitan_graph.generate and convert_to_hf.py.
     described = [name for name in DESCRIPTION if (options.hf_folder / name).is_file()]
     if taken := [name for name in described if (options.out / name).exists()]:
         parser.exit(2, f"{options.out} holds {', '.join(taken)} already: name a new folder\n")

@@ -4,12 +4,12 @@ import argparse
 from pathlib import Path
 
 import torch
-from generate import describe  # scripts/generate.py
 
 from torchtitan_graph.checkpoint import load_model, newest_below
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import init_logging
 from torchtitan_graph.models.hf import allocate, new_model, save_adapter, save_weights
+from torchtitan_graph.open_model import describe
 
 
 def main() -> None:

@@ -21,6 +21,7 @@ from torchtitan_graph.data.tokenizer import Tokenizer, find_assets, load_tokeniz
 from torchtitan_graph.device import Target
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.forecast import Forecast, forecast
+from torchtitan_graph.generate.samples import Samples
 from torchtitan_graph.log import logger
 from torchtitan_graph.metrics import check_mlflow, check_profiling, check_wandb
 from torchtitan_graph.models.hf import check_adapter, check_exportable, check_weights, choose_model
@@ -98,6 +99,7 @@ class Blueprint:
         )
         check_steps(config, self.model, self.family, self.dims, self.options)
         check_optimizer(self.model, config.optimizer)
+        self.samples = Samples(config.samples, self.model, self.tokenizer) if config.samples.prompts else None
         self.dump_folder = Path(config.job.dump_folder)
         if config.comm.mode != "fake_backend":  # a dry run loads nothing
             self._check_what_is_loaded()

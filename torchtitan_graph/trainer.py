@@ -207,6 +207,9 @@ class Trainer:
                         metrics.log_validation(self.step, losses)
                         is_best = self._note_best(losses)
                     last = last or self._is_over()
+                if self.blueprint.samples is not None and (last or self.step % config.samples.freq == 0):
+                    with run.during("validation"):
+                        metrics.log_samples(self.step, self.samples())
                 if last:
                     self.stop_signal = 0  # there is nothing left to stop
                 with run.during("checkpoint"):
@@ -340,6 +343,13 @@ class Trainer:
         """Return whether the run has done all its steps, or has no patience left."""
         out_of_patience = self.best is not None and 0 < self.config.validation.patience <= self.best.since
         return self.step >= self.config.training.steps or out_of_patience
+
+    def samples(self) -> list[tuple[str, str]]:
+        """Return the prompts of [samples], each with its continuation."""
+        samples, options = self.blueprint.samples, self.blueprint.options
+        assert samples is not None, "built where samples.prompts is set"
+        texts = samples.write(self.layout, options.precision.compute, self.device, options.mode == "eager")
+        return list(zip(samples.prompts, texts, strict=True))
 
     def _resume(self) -> None:
         assets = self.blueprint.assets

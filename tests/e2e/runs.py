@@ -51,18 +51,17 @@ def start(*options: str, ranks: int = 1, patch: Callable[[], None] | None = None
     No launcher is about: all ranks print to one stream. And forks order their sets alike; ranks of their own, which
     must agree though they don't, are those of `torchrun`, run_train.sh and the pool.
     """
-    return _start(_train, "--job.config_file", TINY, *options, ranks=ranks, patch=patch, **env)
+    return _on_ranks(Forks("--job.config_file", TINY, *options), _train, patch, ranks, env)
 
 
 def evaluate(*words: str, ranks: int = 1) -> Result:
     """Run python -m torchtitan_graph.evaluate with these words, each rank a forked process."""
-    return _start(_evaluate, *words, ranks=ranks).finish()
+    return _on_ranks(Forks(*words), _evaluate, None, ranks, {}).finish()
 
 
-def _start(
-    work: Callable[[list[str]], Any], *words: str, ranks: int, patch: Callable[[], None] | None = None, **env: str
+def _on_ranks(
+    run: "Forks", work: Callable[[list[str]], Any], patch: Callable[[], None] | None, ranks: int, env: dict[str, str]
 ) -> "Forks":
-    run = Forks(*words)
     if ranks > 1:  # this process hosts the store, as a launcher does
         run.store = host_store(datetime.timedelta(seconds=TIMEOUT_S))
         env = {"MASTER_PORT": str(run.store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"} | env
@@ -70,6 +69,11 @@ def _start(
     for rank in range(ranks):
         run.fork(work, patch, {"RANK": str(rank), "LOCAL_RANK": str(rank), **env} if ranks > 1 else env)
     return run
+
+
+def generate(*arguments: str, ranks: int = 1) -> Result:
+    """Generate texts with these arguments, each rank a forked process."""
+    return _on_ranks(Forks(*arguments), _generate, None, ranks, {}).finish()
 
 
 def precompile(*options: str, ranks: int) -> Result:
@@ -168,6 +172,12 @@ def _evaluate(words: list[str]) -> int:
 
 def _precompile(words: list[str]) -> int:
     from torchtitan_graph.precompile import main
+
+    return main(words)
+
+
+def _generate(words: list[str]) -> int:
+    from torchtitan_graph.generate.__main__ import main
 
     return main(words)
 

@@ -1,13 +1,12 @@
 """Weights in Hugging Face's format start a run and end one, in any layout; the scripts convert checkpoints."""
 
 import json
-import sys
 from pathlib import Path
 
 import patched_train
 import pytest
 import torch
-from runs import REPOSITORY, Command, digest, run_script, saved, saved_steps, train
+from runs import REPOSITORY, digest, generate, run_script, saved, saved_steps, train
 from safetensors.torch import load_file
 
 from torchtitan_graph.checkpoint import load_model
@@ -202,30 +201,29 @@ def test_every_family_goes_from_a_folder_through_a_layout_to_a_folder(name: str,
     assert ((found - expected).abs().max() / expected.abs().max()).item() < 1e-5
 
 
-# --- generation -------------------------------------------------------------------------------------------------------
+# --- generation ------------------------------------------------------------------------------------------------------
 
 
-def generated(*arguments: str) -> str:
-    code, output = run_script("generate.py", *arguments)
+def generated(*arguments: str, ranks: int = 1) -> str:
+    code, output = generate(*arguments, ranks=ranks)
     assert code == 0, output
     return output
 
 
 def test_a_checkpoint_and_its_hugging_face_folder_continue_a_text_alike(run: Path) -> None:
     checkpoint = str(run / "checkpoint" / f"step-{STEPS}")
-    options = ["def main", "--max_new_tokens", "12", "--seed", "3"]
+    options = ["def main", "--max_new_tokens", "12", "--temperature", "0.8", "--seed", "3"]
     text = generated(checkpoint, *options)
     assert "def main" in text
     assert text.splitlines()[-1] == generated(f"{checkpoint}-hf", *options).splitlines()[-1]
     assert text.splitlines()[-1] != generated(checkpoint, *options[:-1], "4").splitlines()[-1]
 
 
-def test_generation_refuses_what_is_no_model(tmp_path: Path) -> None:
-    script = str(REPOSITORY / "scripts" / "generate.py")
-    code, output = Command(sys.executable, script, str(tmp_path / "checkpoint" / "step-1")).finish()
-    assert code == 2
-    assert "there is no such folder" in output
-    assert "Traceback" not in output
+@pytest.mark.parametrize("degree", ["1", pytest.param("2", marks=pytest.mark.slow)])
+def test_two_ranks_continue_a_text_as_one_and_one_of_them_prints(degree: str, run: Path) -> None:
+    options = [str(run), "def main", "--max_new_tokens", "12", "--dtype", "float64"]
+    alone, sharded = generated(*options), generated(*options, "--tensor_parallel_degree", degree, ranks=2)
+    assert alone.splitlines()[-1] == sharded.splitlines()[-1] and sharded.count("def main") == 1
 
 
 def test_generation_refuses_more_tokens_than_a_rotation_is_for(tmp_path: Path) -> None:
@@ -236,6 +234,6 @@ def test_generation_refuses_more_tokens_than_a_rotation_is_for(tmp_path: Path) -
     config = transformers.Phi3Config(**sizes, **lengths, num_key_value_heads=4, rope_scaling=factors)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     assert generated(str(tmp_path), "", "--max_new_tokens", "15")
-    code, output = run_script("generate.py", str(tmp_path), "", "--max_new_tokens", "16")
+    code, output = generate(str(tmp_path), "", "--max_new_tokens", "16")
     assert code == 2 and "Traceback" not in output
     assert "--max_new_tokens 16: with the prompt at most 16 tokens: beyond, the frequencies of its rotation" in output

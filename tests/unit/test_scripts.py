@@ -2,7 +2,6 @@
 
 import os
 import runpy
-import shutil
 import signal
 import sys
 import time
@@ -24,7 +23,6 @@ from torchtitan_graph.parallel.recompute import Budget, Recompute
 
 REPOSITORY = Path(__file__).parents[2]
 TOKENIZER = REPOSITORY / "tests" / "assets" / "tokenizer"
-TOML = 'model = {name = "llama3", hf_assets_path = "assets"}\n'
 
 
 def run_script(name: str, *arguments: object, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,40 +52,6 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_generate_finds_the_configuration_wherever_the_checkpoint_lies(
-    published: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    def text(folder: Path, *options: object) -> str:
-        arguments = [folder, "def main(", "--max_new_tokens", 3, "--temperature", 0, *options]
-        run_script("generate.py", *arguments, monkeypatch=monkeypatch)
-        return capsys.readouterr().out
-
-    monkeypatch.chdir("/")
-    expected = text(published)
-    run_script("convert_from_hf.py", published, tmp_path / "converted", monkeypatch=monkeypatch)
-    assert text(tmp_path / "converted" / "step-0") == expected
-    # A run that was started in tmp_path with a relative hf_assets_path; the configuration above its checkpoints.
-    shutil.copytree(published, tmp_path / "assets")
-    run = tmp_path / "outputs" / "run"
-    shutil.copytree(tmp_path / "converted" / "step-0", run / "checkpoint" / "step-5")
-    (run / "config.toml").write_text(TOML)
-    assert text(run / "checkpoint" / "step-5") == expected
-    # Of a folder of checkpoints, and of a run, the newest; of several runs none.
-    assert text(run / "checkpoint") == text(run) == text(tmp_path / "converted") == expected
-    shutil.copytree(run, run.with_name("other"))
-    words = refusal("generate.py", run.parent, monkeypatch=monkeypatch, capsys=capsys)
-    assert f"{run.parent} is not a checkpoint; did you mean one of" in words and f"{run}/checkpoint/step-5" in words
-    shutil.rmtree(run.with_name("other"))
-    # Moved away, with the configuration in it; and without any.
-    moved = tmp_path / "far" / "away" / "from" / "all" / "runs"
-    shutil.copytree(run / "checkpoint" / "step-5", moved)
-    assert text(moved, "--job.config_file", run / "config.toml") == expected
-    words = refusal("generate.py", moved, monkeypatch=monkeypatch, capsys=capsys)
-    assert "neither it nor the three folders above hold a run's config.toml" in words
-    (moved / "config.toml").write_text(TOML)
-    assert text(moved) == expected  # tmp_path is above it, too
-
-
 def test_a_second_run_of_the_same_command_overwrites_nothing(
     published: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
@@ -112,8 +76,6 @@ def test_a_second_run_of_the_same_command_overwrites_nothing(
 @pytest.mark.parametrize(
     ("name", "arguments", "words"),
     [
-        ("generate.py", ["nowhere"], "nowhere: there is no such folder"),
-        ("generate.py", [".", "--max_new_tokens", 0], "--max_new_tokens at least 1"),
         ("convert_to_hf.py", ["nowhere", "out"], "nowhere: there is no such folder"),
         ("convert_from_hf.py", ["nowhere", "out"], "nowhere"),
         ("pretokenize.py", ["--dataset_path", "nowhere", "--out", "out"], "'nowhere': there is no such file or folder"),
@@ -229,11 +191,11 @@ def test_a_place_that_can_not_be_written_to_is_one_line(
     assert "/dev/null/out: can't be written" in words
 
 
-@pytest.mark.parametrize("name", ["generate.py", "convert_to_hf.py", "convert_from_hf.py", "pretokenize.py"])
+@pytest.mark.parametrize("name", ["convert_to_hf.py", "convert_from_hf.py", "pretokenize.py"])
 def test_what_is_wrong_with_data_is_told_without_the_usage(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    words = {"generate.py": [], "pretokenize.py": ["--dataset_path", "nowhere", "--out"]}.get(name, ["nowhere"])
+    words = {"pretokenize.py": ["--dataset_path", "nowhere", "--out"]}.get(name, ["nowhere"])
     with pytest.raises(SystemExit) as end:
         run_script(name, *words, tmp_path / "out", monkeypatch=monkeypatch)
     assert end.value.code == 2

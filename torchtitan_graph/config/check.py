@@ -84,6 +84,7 @@ def check(config: JobConfig, world_size: int) -> list[str]:
         *_loss(config),
         *_adapters(config),
         *_tables(config, world_size),
+        *_samples(config),
     ]
     problems += [
         *_sources(config),
@@ -324,6 +325,18 @@ def _tables(config: JobConfig, world_size: int) -> Iterator[Problem]:
         )
 
 
+def _samples(config: JobConfig) -> Iterator[Problem]:
+    """Yield what samples can't be written with: their forward pass has all layers, whole rows and plain weights."""
+    if not config.samples.prompts:
+        return
+    instead = "leave the prompts out, and run python -m torchtitan_graph.generate on the run's checkpoints"
+    for key, what in ((_PP, "a stage has a part of the layers"), (_CP, "a rank has a part of each row")):
+        if get(config, key) > 1:
+            yield Problem("samples.prompts", f"not with {key} = {get(config, key)}: {what}; {instead}")
+    if config.model.converters:
+        yield Problem("samples.prompts", f"not with model.converters = {brief(config.model.converters)}; {instead}")
+
+
 def _sources(config: JobConfig) -> Iterator[Problem]:
     """Yield the problems of a mixture of corpora."""
     validation, sources, key = config.validation, config.training.sources, "training.sources"
@@ -414,6 +427,9 @@ def _notices(config: JobConfig) -> Iterator[Problem]:
         yield from unused(config, needless, "validation.best_metric")
     if not config.model.num_mtp_layers:
         yield from unused(config, "there is no such loss while model.num_mtp_layers is 0", "training.mtp_loss_weight")
+    if not config.samples.prompts:
+        of_samples = [key for key in OPTIONS if key.startswith("samples.")]
+        yield from unused(config, "there are no samples while samples.prompts is empty", *of_samples)
     if config.comm.mode != "fake_backend":
         yield from unused(config, "only a dry run, comm.mode = fake_backend, builds another rank", "comm.fake_rank")
         only_dry = "only a dry run, comm.mode = fake_backend, estimates for another device"

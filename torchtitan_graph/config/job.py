@@ -816,6 +816,16 @@ class Validation:
 
 
 @dataclass
+class Samples:
+    """Texts that the model writes as training goes: in the log, metrics.jsonl and the dashboards."""
+
+    prompts: list[str] = option([], "Texts to continue; none: no samples.")
+    freq: int = option(100, "Steps between samples; also after the last.", minimum=1)
+    length: int = option(64, "Tokens of a sample, at most.", minimum=1)
+    temperature: float = option(0.0, "Of the draws, the same each time; 0: the likeliest token.", minimum=0.0)
+
+
+@dataclass
 class Debug:
     """Reproducing a run, and looking into it."""
 
@@ -861,6 +871,7 @@ class JobConfig:
     quantize: Quantize = field(default_factory=Quantize)
     comm: Comm = field(default_factory=Comm)
     validation: Validation = field(default_factory=Validation)
+    samples: Samples = field(default_factory=Samples)
     debug: Debug = field(default_factory=Debug)
 
     sources: dict[str, str] = field(default_factory=dict, compare=False, repr=False)

@@ -1,7 +1,7 @@
 """Timing of steps, and logging of some to the console, metrics.jsonl, TensorBoard, W&B and MLflow."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,6 +13,7 @@ from torchtitan_graph.capture.step import METRIC, TERM
 from torchtitan_graph.config import JobConfig, dump_toml
 from torchtitan_graph.config.job import OPTIONS, VALIDATION_LOSS, get
 from torchtitan_graph.device import device, peak_memory_gib
+from torchtitan_graph.errors import printable
 from torchtitan_graph.log import logger, show_status
 from torchtitan_graph.metrics.console import progress, progress_bar, step_line
 from torchtitan_graph.metrics.health import Alarm, compare_ranks
@@ -47,9 +48,11 @@ TAGS = {
 
 
 class Dashboard(Protocol):
-    """Interface of TensorBoard, Weights & Biases and MLflow: points of curves."""
+    """Interface of TensorBoard, Weights & Biases and MLflow: points of curves, and texts."""
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def texts(self, step: int, values: Mapping[str, str]) -> None: ...
 
     def close(self, failed: bool = False) -> None: ...
 
@@ -244,6 +247,19 @@ class Metrics:
         if self.rank == 0:
             sets = (f"{name.partition('/')[2]} {loss:.4f}".strip() for name, loss in losses.items())
             logger.info(f"{progress(step, self.total_steps)}  validation loss {', '.join(sets)}")
+
+    def log_samples(self, step: int, samples: Sequence[tuple[str, str]]) -> None:
+        """Log prompts with what the model continues them with after `step`."""
+        record = {"step": step, "samples": [{"prompt": prompt, "text": text} for prompt, text in samples]}
+        if self._json is not None:
+            with self._errors_logged():
+                append(self._json, record)
+        for dashboard in self._dashboards:
+            with self._errors_logged():
+                dashboard.texts(step, {f"samples/{n}": "".join(each) for n, each in enumerate(samples, 1)})
+        if self.rank == 0:
+            for prompt, text in samples:
+                logger.info(f"{progress(step, self.total_steps)}  {printable(prompt)} -> {printable(text)}")
 
     def maybe_log_histograms(self, step: int, model: torch.nn.Module) -> None:
         """Log histograms of parameters and gradients every `metrics.histogram_freq` steps; all ranks together."""

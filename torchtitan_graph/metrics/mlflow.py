@@ -116,6 +116,12 @@ class MLflow:
         with _as_os_error():
             self._client.log_batch(self._run_id, metrics=points)
 
+    def texts(self, step: int, values: Mapping[str, str]) -> None:
+        """Write a text file for each tag and step among the run's artifacts."""
+        with _as_os_error():
+            for tag, text in values.items():
+                self._client.log_text(self._run_id, text, f"{tag}/step-{step}.txt")
+
     def close(self, failed: bool = False) -> None:
         with _as_os_error():
             self._client.set_terminated(self._run_id, status="FAILED" if failed else "FINISHED")

@@ -63,6 +63,12 @@ class TensorBoard:
             self._writer.add_scalar(tag, value, step)
         self._writer.flush()  # a killed run keeps the points it logged
 
+    def texts(self, step: int, values: Mapping[str, str]) -> None:
+        """Add a text to the series of each tag."""
+        for tag, text in values.items():
+            self._writer.add_text(tag, verbatim(text), step)
+        self._writer.flush()
+
     def expert_loads(self, step: int, loads: Mapping[str, Tensor]) -> None:
         """Write the loads as an image: a row per layer, a square per expert, black for 0, white from twice the mean."""
         shares = torch.stack([load_E.double() / load_E.double().mean().clamp(min=1e-9) for load_E in loads.values()])

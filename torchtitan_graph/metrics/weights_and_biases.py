@@ -60,6 +60,10 @@ class WeightsAndBiases:
         """Add a point to the curve of each tag."""
         self._run.log({"step": step, **values})
 
+    def texts(self, step: int, values: Mapping[str, str]) -> None:
+        """Add a text to the series of each tag."""
+        self._run.log({"step": step, **values})
+
     def close(self, failed: bool = False) -> None:
         self._run.finish()
 

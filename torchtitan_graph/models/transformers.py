@@ -411,6 +411,7 @@ class Model(Decoder):
                 handle.remove()
         self.no_pipeline = self._why_no_pipeline(flow)
         self.projects_last = len(projected) == 1 and projected[0] is logits
+        self.changes_scores = running.capped
         names = {module: name for name, module in self.named_modules()}
         self._rules, self._attentions = (
             list(running.found or {}),

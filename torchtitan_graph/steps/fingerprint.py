@@ -33,6 +33,7 @@ _NO_MATTER = (
     "lr_scheduler.",
     "checkpoint.",
     "comm.",
+    "samples.",
     "training.global_batch_size",  # the number of microbatches counts, see below
     "training.dataset",
     "training.dataset_path",

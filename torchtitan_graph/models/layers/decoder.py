@@ -136,6 +136,7 @@ class Decoder(nn.Module):
     """
 
     projects_last = True  # the logits are what the output layer returns
+    changes_scores = False  # attention changes its scores by a function, which only flex attention takes
     # Of another library's model under tensor parallelism: the ranks whose routers see parts of a row, and whether the
     # model sums their loads.
     routing_group: ProcessGroup | None = None

@@ -38,6 +38,7 @@ class Running:
     masks   by rule
     found   in the first one, on meta: a stand-in for the mask of each rule that the model asks for
     calls   in the first one: each module that attends, and the rule of its mask
+    capped  in the first one: whether attention has a soft cap of its scores
     loads   number of slots of each expert, by the experts' name
     losses  of routers
     """
@@ -46,6 +47,7 @@ class Running:
     masks: Mapping[str, Mask] = dataclasses.field(default_factory=dict)
     found: dict[str, Tensor] | None = None
     calls: list[tuple[nn.Module, str]] = dataclasses.field(default_factory=list)
+    capped: bool = False
     loads: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     losses: list[Tensor] = dataclasses.field(default_factory=list)
 
@@ -115,6 +117,7 @@ def attention_of(
         if rule is None:
             raise UserError(f"{type(module).__name__} attends without a mask, or with one of its own")
         running.calls.append((module, rule))
+        running.capped |= softcap is not None
         return q_BLNH.new_empty(*q_BLNH.shape[:3], v_BLKH.shape[-1]), None
     cap = None if softcap is None else lambda score, b, h, q, kv: softcap * torch.tanh(score / softcap)
     k_BLKH, v_BLKH = module.seen(k_BLKH, v_BLKH)  # type: ignore[operator]

@@ -196,7 +196,8 @@ def nearest(name: str, names: Iterable[str]) -> str | None:
     """Return the known name most similar to a mistyped one, or None when none is: no hint is better than a false one.
 
     A key without its table, or in a wrong one, is near; so is a name with other separators, or in other letters' case.
-    A long table's name makes any two of its keys alike, so what is meant must be like the key itself.
+    A long table's name makes any two of its keys alike, so what is meant must be like the key itself. Of equally near
+    keys, that of the outer table is meant.
     """
     names = list(names)
     if same_letters := [other for other in names if _letters(other) == _letters(name)]:
@@ -204,7 +205,7 @@ def nearest(name: str, names: Iterable[str]) -> str | None:
     leaf = name.rpartition(".")[2]
     near = [other for other in names if other.rpartition(".")[2] == leaf]
     near = near or [other for other in names if _likeness(other.rpartition(".")[2], leaf) >= LIKE_ENOUGH]
-    return max(near, key=lambda other: (_likeness(other, name), other), default=None)
+    return max(near, key=lambda other: (_likeness(other, name), -other.count("."), other), default=None)
 
 
 def _letters(name: str) -> str:

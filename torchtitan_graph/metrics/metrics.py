@@ -37,6 +37,7 @@ TAGS = {
     "memory_gib": "performance/memory_gib",
     "expert_imbalance": "experts/imbalance",
     "validation_loss": "validation/loss",
+    "skipped_steps": "train/skipped_steps",
     "slowest_rank": "ranks/slowest",
     "slowest_busy_s": "ranks/slowest_busy_s",
     "slowest_data_s": "ranks/slowest_data_s",
@@ -155,6 +156,7 @@ class Metrics:
         own_data_s: float = 0.0,
         flops: float | None = None,
         tokens_by_source: dict[str, int] | None = None,
+        skipped_steps: int | None = None,
     ) -> None:
         """Stop the clock, check for outliers, and log if the step is due.
 
@@ -168,6 +170,7 @@ class Metrics:
             loss_terms: the loss's terms by name, where there are several; in a pipeline this stage's parts of them.
             flops: this device's in the step, without recomputation; None: not known.
             tokens_by_source: all ranks' targets of each corpus of a mixture.
+            skipped_steps: how many were skipped since the run's beginning, where steps that leap are.
         """
         self.loss = loss
         self._num_steps += 1
@@ -181,6 +184,8 @@ class Metrics:
         if self._work is not None:
             share = self.options.straggler_share
             self._record_end |= compare_ranks(step, step_s, self._work.seconds(), own_data_s, share)
+        if skipped_steps is not None:
+            self._record_end["skipped_steps"] = skipped_steps
         if tokens_by_source:
             self._record_end["tokens_by_source"] = tokens_by_source
         if self.rank == 0:

@@ -39,6 +39,7 @@ _NO_MATTER = (
     "training.sources",
     "training.repeat",
     "training.max_norm",
+    "training.skip_leaps",
     "training.steps",
     "training.dataloader.",
     "validation.dataset",

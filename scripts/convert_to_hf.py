@@ -10,6 +10,7 @@ from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import init_logging
 from torchtitan_graph.models.hf import allocate, new_model, save_adapter, save_weights
 from torchtitan_graph.open_model import describe
+from torchtitan_graph.optim import AVERAGE
 
 
 def main() -> None:
@@ -25,6 +26,9 @@ def main() -> None:
     parser.add_argument("--like", type=Path, help="instead: take the architecture from this folder's config.json")
     parser.add_argument("--adapter", action="store_true", help="write only the adapters of [model.lora], as PEFT does")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
+    parser.add_argument(
+        "--average", action="store_true", help="the moving average of optimizer.ema_decay, not the weights"
+    )
     options = parser.parse_args()
     init_logging()
     try:
@@ -37,7 +41,7 @@ def main() -> None:
         else:
             family, model, _, assets = describe(checkpoint, options.config)
         allocate(model, getattr(torch, options.dtype))
-        load_model(checkpoint, model)
+        load_model(checkpoint, model, instead=AVERAGE if options.average else None)
         if options.adapter:
             save_adapter(model, family, options.out, base=str(assets or "") or None)
         else:

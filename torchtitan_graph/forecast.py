@@ -30,6 +30,7 @@ from torchtitan_graph.steps.budget import EARLIER, INPUTS, OPTIMIZER, at_rest, t
 from torchtitan_graph.steps.held import RUNS, peak_of_stages
 from torchtitan_graph.torch_private.pipelines import PipelineAction
 
+BESIDE = "weights, while their average is in their place"
 STEP, GRADIENTS, OFFLOADED = "step at its peak", "gradients", "offloaded activations"
 
 
@@ -150,8 +151,9 @@ def forecast(assembly: Assembly, graphs: Graphs, optimizer: job.Optimizer, stage
     rest = partial(
         at_rest,
         graphs.storages,
+        model,
+        optimizer,
         accumulates=options.num_microbatches > 1 and not isinstance(graphs.train, dict),
-        knows_optimizer="." not in optimizer.name,  # the state of a user's class is known after its first step
     )
     at_all_times, on_host = rest(), rest(on_host=True)
     held = dict(at_all_times)
@@ -186,12 +188,15 @@ def forecast(assembly: Assembly, graphs: Graphs, optimizer: job.Optimizer, stage
         offloaded = host_memory(graphs.train.gm)
         sent = traffic(graphs.train.gm, axes)
         time = estimate(graphs.train.gm, costs)
+    beside = trained_bytes(graphs.storages.values()) if optimizer.ema_decay is not None else 0
     for gm, inputs in _evaluations(graphs):
         most = peak_memory(gm)
-        if inputs + most.num_bytes > sum(held.get(each, 0) for each in (STEP, INPUTS, EARLIER)):
+        if inputs + beside + most.num_bytes > sum(held.get(each, 0) for each in (STEP, INPUTS, EARLIER)):
             held = {name: size for name, size in held.items() if name != EARLIER}
-            held |= {INPUTS: inputs, STEP: most.num_bytes}
+            held |= {INPUTS: inputs, STEP: beside + most.num_bytes}
             where, by = f"evaluation, {_shown(most)}", at_node(gm, most.node)
+            if beside:
+                by[BESIDE] = beside
     if offloaded:
         on_host[OFFLOADED] = offloaded
     operations = graphs.flops.of(visible)

@@ -6,7 +6,7 @@ import copy
 import gc
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ from torchtitan_graph.errors import UserError
 from torchtitan_graph.forecast import check_fits, forecast
 from torchtitan_graph.log import logger
 from torchtitan_graph.metrics import (
+    Leaps,
     Metrics,
     maybe_profile,
     model_table,
@@ -50,6 +51,7 @@ from torchtitan_graph.models.hf import load_adapter, load_weights, save_adapter,
 from torchtitan_graph.models.layers.init import initialize
 from torchtitan_graph.models.spec import plan_of
 from torchtitan_graph.optim import (
+    Average,
     build_lr_scheduler,
     build_optimizer,
     forget_rehearsal,
@@ -114,6 +116,9 @@ class Trainer:
             initialize(self.model, blueprint.seed, self.device)
             self.optimizer = build_optimizer(self.model, config.optimizer, in_part=blueprint.dims.pp > 1)
             self.lr_scheduler = build_lr_scheduler(self.optimizer, config.lr_scheduler, config.training.steps)
+            decay = config.optimizer.ema_decay
+            self.average = None if decay is None else Average(self.optimizer, decay)
+            self.leaps = Leaps(config.training.skip_leaps) if config.training.skip_leaps else None
             self.update: Update = EagerUpdate(self.steps, self.optimizer, config.training.max_norm)
             if config.compile.optimizer_in_graph:
                 self.update = blueprint.update_in_graph(self.steps, self.optimizer)
@@ -126,6 +131,8 @@ class Trainer:
                 dump_toml(config),
             )
             self._resume()
+            if self.average is not None and not self.checkpointer.loaded_optimizer:
+                self.average.begin()
 
     def _progress(self) -> str:
         return f"rank {self.rank}, after {self.step} steps"
@@ -202,26 +209,29 @@ class Trainer:
                 if self.step % GC_STEPS == 0:
                     gc.collect(1)
                 if config.validation.enable and (last or self.step % config.validation.freq == 0):
-                    with run.during("validation"):
+                    with run.during("validation"), self._average_in_place():
                         losses = self.validate()
                         metrics.log_validation(self.step, losses)
                         is_best = self._note_best(losses)
                     last = last or self._is_over()
                 if self.blueprint.samples is not None and (last or self.step % config.samples.freq == 0):
-                    with run.during("validation"):
+                    with run.during("validation"), self._average_in_place():
                         metrics.log_samples(self.step, self.samples())
                 if last:
                     self.stop_signal = 0  # there is nothing left to stop
                 with run.during("checkpoint"):
                     if self.stop_signal:
                         self.checkpointer.save(self.step, self._train_state())
+                    elif last and config.checkpoint.last_save_model_only:
+                        with self._average_in_place():
+                            self.checkpointer.maybe_save(self.step, self._train_state, last=True, is_best=is_best)
                     else:
                         self.checkpointer.maybe_save(self.step, self._train_state, last=last, is_best=is_best)
                 profiler_step()
                 if self.stop_signal:
                     break
             if last:
-                with run.during("checkpoint"):
+                with run.during("checkpoint"), self._average_in_place():
                     self._export(replaces=self.step >= first)
             if self.step >= first:
                 of = "reserved by the allocator" if self.device.type == "cuda" else "of the whole process"
@@ -236,8 +246,9 @@ class Trainer:
             return False
         with metrics.watch_work(self.step + 1):
             loss, state, terms, own_metrics = self.steps.train(batches.on_device, batches.num_tokens, batches.on_host)
-        grad_norm = self.update.clip(loss)
-        reading = self._begin_to_read(loss, grad_norm, batches.num_tokens)
+        limits = self._limits(loss)
+        grad_norm = self.update.clip(loss, limits)
+        reading = self._begin_to_read(loss, grad_norm, batches.num_tokens, limits)
         (lr, *_) = self.lr_scheduler.get_last_lr()
         metrics.maybe_log_histograms(self.step + 1, self.model)
         self.update.step(reading.stops)
@@ -246,10 +257,15 @@ class Trainer:
         flops = self.steps.count_flops(batches.on_host) if self.device.type != "cpu" else None
         read = reading.wait()  # after all launches: the device has work while the host goes on
         total_loss = self._loss_if_finite(read)
-        self.update.finish()
+        self.update.finish(read.skips)
         self.lr_scheduler.step()
-        self.model.after_step(state)
         self.step += 1
+        if self.leaps is not None:
+            self.leaps.add(self.step, total_loss, read.grad_norm, read.skips)
+        if not read.skips:
+            self.model.after_step(state)
+            if self.average is not None:
+                self.average.update()
         self.tokens_seen += int(read.num_tokens)
         self._count_sources(read.by_source)
         metrics.end_step(
@@ -265,10 +281,25 @@ class Trainer:
             loss_terms=terms,
             own_metrics=own_metrics,
             tokens_by_source=self.tokens_by_source,
+            skipped_steps=None if self.leaps is None else self.leaps.num_skipped,
         )
         return True
 
-    def _begin_to_read(self, loss: Tensor, grad_norm: Tensor, num_tokens: Tensor) -> Reading:
+    def _limits(self, loss: Tensor) -> Tensor | None:
+        """Return the limits of the sum of all ranks' losses and of the norm, where leaps are skipped."""
+        if self.leaps is None:
+            return None
+        of_loss, of_norm = self.leaps.limits()  # as the kernels' arguments: no copy from the host's memory
+        both = of_loss * self.blueprint.dims.tp, of_norm  # ranks along tp report the same loss
+        return torch.stack([loss.new_full((), x, dtype=torch.float64) for x in both])
+
+    @contextmanager
+    def _average_in_place(self) -> Iterator[None]:
+        """Have the moving average of the weights in their place, if there is one; only trained weights are averaged."""
+        with nullcontext() if self.average is None else self.average.in_place_of_weights():
+            yield
+
+    def _begin_to_read(self, loss: Tensor, grad_norm: Tensor, num_tokens: Tensor, limits: Tensor | None) -> Reading:
         """Start the asynchronous device-to-host copy of the step's scalars, all in one: the host waits for it alone.
 
         It includes each rank's signal, so that all stop after the same step, and the state of its saves.
@@ -281,7 +312,7 @@ class Trainer:
         if len(self.train_data.source_names) > 1:
             targets = self.train_data.take_targets().to(self.device, non_blocking=True)
             by_source = self.layout.sum_over_rows(targets)
-        return Reading(gathered, grad_norm, num_tokens, by_source)
+        return Reading(gathered, grad_norm, num_tokens, by_source, limits, self.update.stops)
 
     def _count_sources(self, targets: list[float]) -> None:
         """Add the step's targets of all ranks to each source's count, where the data is a mixture."""
@@ -389,6 +420,8 @@ class Trainer:
         self.best = best_of(state, self.config.validation.best_metric or validation_metrics(self.config)[0])
         if "data" in state:
             self.train_data.load_state_dict(state["data"])
+        if self.leaps is not None and "leaps" in state:
+            self.leaps.load_state_dict(state["leaps"])
         if "rng" in state:
             torch.set_rng_state(torch.tensor(list(bytes.fromhex(state["rng"])), dtype=torch.uint8))
 
@@ -432,7 +465,9 @@ class Trainer:
         data = merge_states(parts)
         if left_out := in_words(Counts(*data["counted"])):
             logger.info(f"the data so far: {'; '.join(left_out)}")
+        leaps = {} if self.leaps is None else {"leaps": self.leaps.state_dict()}
         return {
+            **leaps,
             "step": self.step,
             "tokens_seen": self.tokens_seen,
             "tokens_by_source": self.tokens_by_source,

@@ -257,7 +257,7 @@ def numbers(folder: Path) -> dict[int, tuple[float, ...]]:
 
 def digest(tensor: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...], str]:
     """Say what a tensor holds, to the bit, in few characters: pytest takes minutes to print how megabytes differ."""
-    return tensor.dtype, tuple(tensor.shape), hashlib.sha256(tensor.numpy().tobytes()).hexdigest()
+    return tensor.dtype, tuple(tensor.shape), hashlib.sha256(tensor.reshape(-1).view(torch.uint8).numpy()).hexdigest()
 
 
 def saved(folder: Path, step: int) -> dict[str, Any]:

@@ -67,6 +67,7 @@ class Job:
         self.schedule = build_lr_scheduler(self.optimizer, job.LRScheduler(warmup_steps=2), 4)
         self.update = GraphUpdate(self.steps, self.optimizer, MAX_NORM)
         self.in_graph = in_graph
+        self.limits: Tensor | None = None
 
     def step(self, number: int, loss: float = 1.0) -> Tensor:
         generator = torch.Generator().manual_seed(100 * number + dist.get_rank())
@@ -76,7 +77,7 @@ class Job:
                 continue
             parameter.grad = self.storages[name].unflatten([padded])
         if self.in_graph:
-            norm = self.update.clip(torch.tensor(loss))
+            norm = self.update.clip(torch.tensor(loss), self.limits)
         else:
             norm = self.steps.clip(MAX_NORM)
             self.optimizer.step()
@@ -232,6 +233,27 @@ def test_a_step_that_is_not_finite_on_one_rank_changes_nothing_on_any(
     for different, norm in run_on(2, after_a_step_that_is_not_taken, loss, gradient, by):
         assert bool(different) == is_taken
         assert (norm == norm) == (gradient == 1.0)
+
+
+def after_a_step_with_limits(limits: tuple[float, float], config: job.Optimizer) -> tuple[bool, float]:
+    each = Job(Cell(FSDP2), config, True)
+    each.step(1)
+    before = each.seen()
+    each.limits = torch.tensor(limits, dtype=torch.float64)
+    each.step(2, 1.5)
+    return bool(bits_that_differ(before, each.seen())), float(each.update.stops)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("limits", "is_taken"), [((3.0, 1e9), True), ((2.9, 1e9), False), ((3.0, 1.0), False)])
+def test_a_step_above_a_limit_is_not_taken(limits: tuple[float, float], is_taken: bool) -> None:
+    """The losses of two ranks are 1.5 each."""
+    found = run_on(2, after_a_step_with_limits, limits, job.Optimizer(lr=1e-2))
+    assert found == [(is_taken, float(not is_taken))] * 2
+
+
+@pytest.mark.slow
+def test_nor_by_Muon_in_its_graph() -> None:
+    assert run_on(2, after_a_step_with_limits, (2.9, 1e9), job.Optimizer("Muon", lr=1e-2)) == [(False, 1.0)] * 2
 
 
 def after_a_first_step_that_is_not_taken() -> list[str]:

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import logging
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -32,7 +33,7 @@ from torchtitan_graph.parallel.layout import FSDP, PP, TP, ParallelDims
 from torchtitan_graph.parallel.recompute import POLICIES, Budget, Recompute
 from torchtitan_graph.parallel.storage import Reshard
 from torchtitan_graph.steps import Assembly, build_graphs
-from torchtitan_graph.steps.budget import EARLIER, PARAMETERS
+from torchtitan_graph.steps.budget import AVERAGE, EARLIER, PARAMETERS
 from torchtitan_graph.torch_private.distributed import init_fake_process_group
 
 
@@ -279,3 +280,21 @@ def test_a_forecast_of_another_policy_keeps_its_modules_and_the_jobs_own() -> No
     whole, saved, none = peaks()
     assert whole < none < saved  # what is cheap is computed again by default, except in modules that are named
     assert peaks("--activation_checkpoint.save", "layers.*") == [saved] * 3
+
+
+def test_what_the_optimizer_keeps_is_counted_as_it_is_kept() -> None:
+    cell = Cell(vocab_size=512, ffn_dim=128)
+    sizes = {name: p.numel() for name, p in build_model(cell).named_parameters()}
+    matrices = {name for name in sizes if name.startswith("layers.") and "norm" not in name}
+    of_muon, whole = sum(sizes[name] for name in matrices), sum(sizes.values())
+    init_fake_process_group(1)
+    assembly = Assembly(build_model(cell), load_family(cell.family), cell.dims.layout("cpu"), cell.options("graph"))
+    graphs = build_graphs(assembly)
+
+    def held(**options: Any) -> dict[str, int]:
+        return forecast(assembly, graphs, job.Optimizer(**options)).held
+
+    assert held(name="Muon")[OPTIMIZER] == 4 * (of_muon + 2 * (whole - of_muon))
+    assert held(name="Muon", state_dtype="bfloat16")[OPTIMIZER] == 2 * (of_muon + 2 * (whole - of_muon))
+    assert held(state_dtype="bfloat16")[OPTIMIZER] == 2 * 2 * whole
+    assert held(ema_decay=0.9)[AVERAGE] == 4 * whole and AVERAGE not in held()

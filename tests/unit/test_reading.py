@@ -27,6 +27,21 @@ def test_a_step_stops_for_any_loss_and_for_the_norm(where: str, bad: float) -> N
 
 
 @pytest.mark.parametrize(
+    ("limits", "skips"), [((0.75, 1.5), False), ((0.74, 1.5), True), ((0.75, 1.4), True), ((math.inf, math.inf), False)]
+)
+def test_a_step_stops_for_the_sum_of_losses_and_the_norm_above_their_limits(
+    limits: tuple[float, float], skips: bool
+) -> None:
+    reading = Reading(GATHERED, torch.tensor(1.5), torch.tensor(8), None, torch.tensor(limits, dtype=torch.float64))
+    assert (reading.stops.item() == 1.0) == skips == reading.wait().skips
+
+
+def test_what_is_decided_is_read() -> None:
+    reading = Reading(GATHERED, torch.tensor(1.5), torch.tensor(8), stops=torch.tensor(1.0))
+    assert reading.stops.item() == 1.0 and reading.wait().skips
+
+
+@pytest.mark.parametrize(
     ("losses", "norm", "says"),
     [
         ([0.25, 0.5], 1.5, ""),

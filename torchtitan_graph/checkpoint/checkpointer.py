@@ -28,7 +28,10 @@ from torchtitan_graph.parallel.chunk import chunk_of
 DUE, FAILED = 1, 2  # a rank's flags, which all ranks gather in every step: see `Checkpointer.flags`
 
 # The parts of the trainer's state, by their names in checkpoint.exclude_from_loading.
-TRAINER_PARTS = {"dataloader": ("data",), "train_state": ("step", "tokens_seen", "tokens_by_source", "best", "rng")}
+TRAINER_PARTS = {
+    "dataloader": ("data",),
+    "train_state": ("step", "tokens_seen", "tokens_by_source", "best", "rng", "leaps"),
+}
 
 # Suffix of the buffers with float8 delayed scaling's history of earlier steps. A resumed run needs them; a model is
 # complete without them.
@@ -240,11 +243,14 @@ def save_model(folder: Path, model: nn.Module) -> Path:
     return path
 
 
-def load_model(path: Path, model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+def load_model(
+    path: Path, model: nn.Module, group: dist.ProcessGroup | None = None, instead: str | None = None
+) -> None:
     """Load a checkpoint, complete or of the model only, into a model, converted to the model's dtypes; where its
-    parameters are sharded, all ranks together, through the process group of files.
+    parameters are sharded, all ranks together, through the process group of files. `instead` names state of the
+    optimizer, such as "average", to load in place of the weights that have it.
 
-    Raises UserError if `path` is not a whole checkpoint, or one of another model.
+    Raises UserError if `path` is not a whole checkpoint, or one of another model, or has no such state.
     """
     problem = "there is no such folder" if not os.path.isdir(path) else find_problem(path) or find_damage(path)
     if problem:
@@ -252,6 +258,12 @@ def load_model(path: Path, model: nn.Module, group: dist.ProcessGroup | None = N
     metadata = read_metadata(path)
     tensors = _tensors_to_load(model, None, True, metadata)
     _check_same_model(path, metadata, tensors, ("model",), convert=True, group=group)
+    if instead is not None:
+        keys = {f"optim.{name}.{instead}": f"model.{name}" for name, _ in model.named_parameters()}
+        found = [key for key in keys if key in saved_tensors(metadata)]
+        if not found:
+            raise UserError(f"{path} has no {instead} of the weights: the run that saved it kept none")
+        tensors |= {key: tensors.pop(keys[key]) for key in found}
     load_tensors(path, metadata, tensors, group)
 
 

@@ -90,6 +90,7 @@ def check(config: JobConfig, world_size: int) -> list[str]:
         *_sources(config),
         *_columns(config),
         *_validation(config),
+        *_optimizer(config),
         *graph.problems(config),
         *checkpoint.problems(config),
         *quantize.problems(config),
@@ -396,6 +397,20 @@ def _validation(config: JobConfig) -> Iterator[Problem]:
             yield Problem(decided, "nothing is validated; set validation.enable = true")
 
 
+def _optimizer(config: JobConfig) -> Iterator[Problem]:
+    """Yield the problems of options of one optimizer that is not the chosen one."""
+    optimizer, name = config.optimizer, config.optimizer.name
+    for key in ("state_dtype", "ema_decay"):
+        if "." in name and getattr(optimizer, key) is not None:
+            yield Problem(
+                f"optimizer.{key}", f"a class of your own, {name}, makes its state itself; remove it, or use AdamW"
+            )
+    if name == "Muon" and optimizer.implementation != "fused":
+        yield Problem("optimizer.implementation", "Muon's AdamW is fused; remove it")
+    if name != "Muon" and any(entry.name is not None for entry in optimizer.param_groups):
+        yield Problem("optimizer.param_groups", f"name: is for optimizer.name = Muon, not {name}; remove it")
+
+
 def _notices(config: JobConfig) -> Iterator[Problem]:
     """Yield each option that is set and has no effect, or one that may surprise."""
     if not config.model.lora.rank:
@@ -417,6 +432,9 @@ def _notices(config: JobConfig) -> Iterator[Problem]:
     elif degrees.module_fqns_per_model_part:
         less = [key for key in stages if key.endswith("_less_layers")]
         yield from unused(config, f"{_PARTS} says what each stage has", *less)
+    if config.optimizer.name != "Muon":
+        keys = [key for key in OPTIONS if key.startswith("optimizer.muon.")]
+        yield from unused(config, f"optimizer.name is {config.optimizer.name}, not Muon", *keys)
     if not config.metrics.enable_tensorboard:
         no_histograms = "there are no histograms while metrics.enable_tensorboard is false"
         yield from unused(config, no_histograms, "metrics.histogram_freq")

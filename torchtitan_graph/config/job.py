@@ -213,6 +213,27 @@ class ParamGroup:
     weight_decay: float | None = option(None, "Weight decay; not set: optimizer.weight_decay.", minimum=0)
     beta1: float | None = option(None, "As optimizer.beta1; not set: that.", minimum=0, below=1)
     beta2: float | None = option(None, "As optimizer.beta2; not set: that.", minimum=0, below=1)
+    name: str | None = option(
+        None,
+        "Their optimizer where optimizer.name is Muon; not set: Muon for matrices in blocks, AdamW for all else.",
+        choices=("AdamW", "Muon"),
+    )
+
+
+@dataclass
+class Muon:
+    """Settings of optimizer.name = "Muon" for matrices; AdamW, for all else, has those of [optimizer]."""
+
+    lr: float | None = option(None, "Peak learning rate of matrices; not set: optimizer.lr.", minimum=0)
+    adjust_lr: str = option(
+        "match_rms_adamw",
+        "Factor of a matrix's learning rate: match_rms_adamw, 0.2 * sqrt(max(rows, columns)), with which AdamW's rates"
+        " fit; original, sqrt(max(1, rows / columns)).",
+        choices=("match_rms_adamw", "original"),
+    )
+    momentum: float = option(0.95, "Decay of the running mean of the gradients.", minimum=0, below=1)
+    nesterov: bool = option(True, "Nesterov momentum.")
+    ns_steps: int = option(5, "Steps of the Newton-Schulz iteration.", minimum=1, maximum=99)
 
 
 @dataclass
@@ -221,8 +242,9 @@ class Optimizer:
 
     name: str = option(
         "AdamW",
-        "Optimizer; a dotted name is a class of your own, a torch.optim.Optimizer.",
-        choices=("Adam", "AdamW"),
+        "Optimizer; Muon steps the matrices in blocks, and AdamW all else; a dotted name is a class of your own, a"
+        " torch.optim.Optimizer.",
+        choices=("Adam", "AdamW", "Muon"),
         pattern=_DOTTED,
         means="a dotted name, such as my_package.MyOptimizer, of a class that is imported",
     )
@@ -240,6 +262,19 @@ class Optimizer:
     implementation: str = option(
         "fused", "Implementation of AdamW and Adam, equal up to rounding.", choices=("for-loop", "foreach", "fused")
     )
+    state_dtype: str | None = option(
+        None,
+        "Dtype in which Adam, AdamW and Muon keep their running means; they compute in fp32. Not set: the parameters'.",
+        choices=("float32", "bfloat16"),
+    )
+    ema_decay: float | None = option(
+        None,
+        "Decay of an exponential moving average of the weights, such as 0.999, which validation and the export to"
+        " Hugging Face's format use in place of the weights; not set: none is kept.",
+        minimum=0,
+        below=1,
+    )
+    muon: Muon = field(default_factory=Muon)
 
 
 @dataclass
@@ -373,6 +408,12 @@ class Training:
         False,
         "Fill rows with whole documents up to seq_len tokens; only a longer document is cut. A rank's batch is as long"
         " as its longest row, rounded up to a multiple of 16, and one graph serves all lengths.",
+    )
+    skip_leaps: float = option(
+        0.0,
+        "Skip a step whose loss or gradient norm is this many deviations above the median of the last 100, as in"
+        " metrics.loss_alarm; the data moves on. 0: no step is skipped.",
+        minimum=0,
     )
     one_document_per_row: bool = option(
         False,
@@ -661,8 +702,8 @@ class Compile:
     )
     optimizer_in_graph: bool = option(
         False,
-        "Trace clipping and the optimizer's step as a graph too, with the same bits on a CPU: for Adam, AdamW, and"
-        " torch.optim's Adagrad, Muon, RMSprop and SGD.",
+        "Trace clipping and the optimizer's step as a graph too, with the same bits on a CPU: for Adam, AdamW,"
+        " Muon, and torch.optim's Adagrad, Muon, RMSprop and SGD.",
     )
     cuda_graphs: bool = option(
         False,

@@ -1,7 +1,10 @@
 """Alarms on outlying values, and detection of stragglers."""
 
 import collections
+import math
 import statistics
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,6 +18,22 @@ LEAST_DEVIATION = 0.01
 # Seconds. A rank that delays the others by less is not a straggler: the operating system alone takes that much now and
 # then, which is a large share of a short step.
 LEAST_WAIT_S = 0.1
+
+
+def limit(recent: Sequence[float], threshold: float) -> float:
+    """Return the value that lies `threshold` deviations above the median of recent ones; infinity for 0, and while
+    there are few. The deviation is as in `Alarm`."""
+    if len(recent) < FEWEST or not threshold:
+        return math.inf
+    median, deviation = _spread(recent)
+    return median + threshold * deviation
+
+
+def _spread(recent: Sequence[float]) -> tuple[float, float]:
+    """Return the median, and the deviation from it."""
+    median = statistics.median(recent)
+    deviation = 1.4826 * statistics.median(abs(x - median) for x in recent)
+    return median, max(deviation, LEAST_DEVIATION * abs(median), 1e-12)
 
 
 class Alarm:
@@ -32,9 +51,8 @@ class Alarm:
     def watch(self, step: int, value: float) -> None:
         """Compare a step's value with the window, and add it."""
         if len(self._recent) >= FEWEST and self.threshold > 0:
-            median = statistics.median(self._recent)
-            deviation = 1.4826 * statistics.median(abs(x - median) for x in self._recent)
-            distance = (value - median) / max(deviation, LEAST_DEVIATION * abs(median), 1e-12)
+            median, deviation = _spread(self._recent)
+            distance = (value - median) / deviation
             if distance > self.threshold and not self._is_raised:
                 logger.warning(
                     f"step {step}: the {self.name} leaps to {value:.4g}, {distance:.0f} deviations above the median "
@@ -42,6 +60,42 @@ class Alarm:
                 )
             self._is_raised = distance > self.threshold
         self._recent.append(value)
+
+
+class Leaps:
+    """The losses and gradient norms of the last 100 steps, skipped ones too, and the limits of the next step's.
+
+    A lasting rise is therefore not skipped for ever. Saved and restored, so that a resumed run skips the same steps.
+    """
+
+    def __init__(self, threshold: float) -> None:
+        self.threshold, self.num_skipped = threshold, 0
+        self._losses: collections.deque[float] = collections.deque(maxlen=WINDOW)
+        self._norms: collections.deque[float] = collections.deque(maxlen=WINDOW)
+
+    def limits(self) -> tuple[float, float]:
+        """Return the largest loss and norm of a step that is taken."""
+        return limit(self._losses, self.threshold), limit(self._norms, self.threshold)
+
+    def add(self, step: int, loss: float, grad_norm: float, skipped: bool) -> None:
+        """Add a step, and log it if it was skipped; on rank 0."""
+        if skipped:
+            limits = " and ".join(f"{x:.4g}" for x in self.limits())
+            logger.warning(
+                f"step {step} is skipped: its loss {loss:.4g} or its gradient norm {grad_norm:.4g} is above {limits}, "
+                f"{self.threshold:g} deviations above the medians (training.skip_leaps)"
+            )
+        self.num_skipped += skipped
+        self._losses.append(loss)
+        self._norms.append(grad_norm)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"num_skipped": self.num_skipped, "losses": [*self._losses], "norms": [*self._norms]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.num_skipped = state["num_skipped"]
+        self._losses.extend(state["losses"])
+        self._norms.extend(state["norms"])
 
 
 def compare_ranks(step: int, step_s: float, work_s: float, data_s: float, share: float) -> dict[str, float]:

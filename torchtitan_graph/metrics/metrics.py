@@ -40,6 +40,7 @@ TAGS = {
     "memory_gib": "performance/memory_gib",
     "expert_imbalance": "experts/imbalance",
     VALIDATION_LOSS: "validation/loss",  # of one of several sets, with /NAME
+    "skipped_steps": "train/skipped_steps",
     "slowest_rank": "ranks/slowest",
     "slowest_busy_s": "ranks/slowest_busy_s",
     "slowest_data_s": "ranks/slowest_data_s",
@@ -163,6 +164,7 @@ class Metrics:
         own_data_s: float = 0.0,
         flops: float | None = None,
         tokens_by_source: dict[str, int] | None = None,
+        skipped_steps: int | None = None,
     ) -> None:
         """Stop the clock, check for outliers, and log if the step is due.
 
@@ -177,6 +179,7 @@ class Metrics:
             own_metrics: the metrics of the model and of the loss by name, in the same way.
             flops: this device's in the step, without recomputation; None: not known.
             tokens_by_source: all ranks' targets of each corpus of a mixture.
+            skipped_steps: how many were skipped since the run's beginning, where steps that leap are.
         """
         self.loss = loss
         self._num_steps += 1
@@ -192,6 +195,8 @@ class Metrics:
         if self._work is not None:
             share = self.options.straggler_share
             self._record_end |= compare_ranks(step, step_s, self._work.seconds(), own_data_s, share)
+        if skipped_steps is not None:
+            self._record_end["skipped_steps"] = skipped_steps
         if tokens_by_source:
             self._record_end["tokens_by_source"] = tokens_by_source
         if self.rank == 0:

@@ -1,10 +1,10 @@
-"""Construction of the optimizer over a model's parameters: AdamW, Adam, or a user's class, with settings by name."""
+"""Construction of the optimizer over a model's parameters, built in or a user's class, with settings by name."""
 
 import copy
 import difflib
 import fnmatch
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -14,10 +14,17 @@ from torchtitan_graph.config import job
 from torchtitan_graph.config.nearest import did_you_mean
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
+from torchtitan_graph.optim.adam import MOMENTS, RoundedAdam
+from torchtitan_graph.optim.average import AVERAGE, AVERAGE_DTYPE
+from torchtitan_graph.optim.muon import Muon, matrices_of
 from torchtitan_graph.optim.own_class import check_step, find_class, rehearse
 from torchtitan_graph.parallel.storage import Storage, materialize
 
-BUILT_IN: dict[str, type[torch.optim.Optimizer]] = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}
+BUILT_IN: dict[str, type[torch.optim.Optimizer]] = {
+    "Adam": torch.optim.Adam,
+    "AdamW": torch.optim.AdamW,
+    "Muon": Muon,
+}
 # Arguments of an optimizer, and the options they are set by.
 _ARGUMENTS = {"lr": ("lr",), "betas": ("beta1", "beta2"), "eps": ("eps",), "weight_decay": ("weight_decay",)}
 
@@ -38,8 +45,16 @@ def build_optimizer(model: nn.Module, config: job.Optimizer, in_part: bool = Fal
     names: dict[torch.Tensor, str] = {param: name for name, param in model.named_parameters() if param.requires_grad}
     assert config.name in BUILT_IN or not any(param.is_meta for param in names), "a rehearsal needs numbers"
     if config.name in BUILT_IN:
-        for param in names:
-            optimizer.state[param] = _initial_state(param, fused=config.implementation == "fused")
+        dtype, fused = _state_dtype(config), config.implementation == "fused"
+        for group in optimizer.param_groups:
+            moments = ("momentum_buffer",) if group.get("is_matrix") else MOMENTS
+            for param in group["params"]:
+                optimizer.state[param] = _initial_state(param, moments, dtype, fused)
+                if config.ema_decay is not None:
+                    average = torch.zeros_like(param, dtype=AVERAGE_DTYPE, requires_grad=False)
+                    optimizer.state[param][AVERAGE] = average
+        if isinstance(optimizer, Muon):
+            optimizer.plan()
     else:
         rehearse(optimizer, names)
     return optimizer
@@ -61,8 +76,13 @@ def check_optimizer(model: nn.Module, config: job.Optimizer, in_part: bool = Fal
         _check_taken(config, taken)
     elif config.options:
         raise UserError(f"optimizer.options = {config.options}: is for an optimizer with a dotted name; remove it")
+    elif config.name == "Muon":
+        own = config.muon
+        further = dict(momentum=own.momentum, nesterov=own.nesterov, ns_steps=own.ns_steps, adjust_lr=own.adjust_lr)
     else:
         further = {"fused": config.implementation == "fused", "foreach": config.implementation == "foreach"}
+        if config.state_dtype is not None:
+            cls, further = RoundedAdam, further | {"decoupled_weight_decay": config.name == "AdamW"}
     groups, settings = _groups(model, config, taken, in_part), _settings(job.ParamGroup(), config, taken)
     arguments = settings | further
     refused = f"optimizer.name = {config.name!r}: can't be built with {arguments}"
@@ -98,7 +118,18 @@ def is_fused(optimizer: torch.optim.Optimizer) -> bool:
 
     torch's gradient scaler sets it to skip a step.
     """
-    return type(optimizer) in BUILT_IN.values() and bool(optimizer.defaults.get("fused"))
+    return type(optimizer) in (*BUILT_IN.values(), RoundedAdam) and bool(optimizer.defaults.get("fused"))
+
+
+def state_of(model: nn.Module, config: job.Optimizer) -> dict[str, tuple[int, torch.dtype | None]] | None:
+    """Return the number and dtype (None: its own) of the tensors like it that the optimizer keeps for each trained
+    parameter, by name; None for a user's class, which makes them in its first step. The model may be on meta."""
+    if config.name not in BUILT_IN:
+        return None
+    dtype = _state_dtype(config)
+    groups = check_optimizer(model, config, in_part=True).param_groups
+    of_muon = {p for group in groups if group.get("is_matrix") for p in group["params"]}
+    return {n: (1 if p in of_muon else 2, dtype) for n, p in model.named_parameters() if p.requires_grad}
 
 
 def takes_stops(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
@@ -111,16 +142,44 @@ def _groups(model: nn.Module, config: job.Optimizer, taken: set[str], in_part: b
     """Return torch's parameter groups: those that no entry of `optimizer.param_groups` matches, then each entry's."""
     rest = {name: param for name, param in model.named_parameters() if param.requires_grad}
     names, groups = list(rest), []
+    matrices = matrices_of(model) if config.name == "Muon" else None
     for number, entry in enumerate(config.param_groups, 1):
         matched = fnmatch.filter(names, entry.pattern)
-        mine = [rest.pop(name) for name in matched if name in rest]
+        mine = {name: rest.pop(name) for name in matched if name in rest}
         if not mine and not in_part:
             near = difflib.get_close_matches(entry.pattern, names, n=1, cutoff=0.0)[0]
             why = f"matches no parameter; names are such as {near}, matched in full, and * stands for any part"
             why = "the entries before it have all that it matches; put it before them" if matched else why
             raise UserError(f"optimizer.param_groups, entry {number}: pattern = {entry.pattern!r}: {why}")
-        groups.append({"params": mine, "pattern": entry.pattern, **_settings(entry, config, taken)})
-    return [{"params": list(rest.values()), "pattern": ""}, *groups]
+        settings = {"pattern": entry.pattern, **_settings(entry, config, taken)}
+        groups += _split(mine, entry, config, settings, matrices)
+    return [*_split(rest, job.ParamGroup(), config, {"pattern": ""}, matrices), *groups]
+
+
+def _split(
+    mine: Mapping[str, torch.Tensor],
+    entry: job.ParamGroup,
+    config: job.Optimizer,
+    settings: dict[str, Any],
+    matrices: set[str] | None,
+) -> list[dict[str, Any]]:
+    """Return the group of an entry; for Muon two, of matrices and of what AdamW steps."""
+    if matrices is None:
+        return [{"params": [*mine.values()], **settings}]
+    if entry.name is not None:
+        if wrong := [name for name, p in mine.items() if entry.name == "Muon" and p.dim() not in (2, 3)]:
+            raise UserError(
+                f"optimizer.param_groups: name = 'Muon': {wrong[0]}, which {entry.pattern} matches, is no matrix and no"
+                " stack of matrices (E, M, N); name the others alone"
+            )
+        matrices = {*mine} if entry.name == "Muon" else set()
+    rate = next(lr for lr in (entry.lr, config.muon.lr, config.lr) if lr is not None)
+    of_muon = [p for name, p in mine.items() if name in matrices]
+    others = [p for name, p in mine.items() if name not in matrices]
+    return [
+        {"params": of_muon, "is_matrix": True, **settings, "lr": rate},
+        {"params": others, "is_matrix": False, **settings},
+    ]
 
 
 def _settings(entry: job.ParamGroup, config: job.Optimizer, taken: set[str]) -> dict[str, Any]:
@@ -164,12 +223,18 @@ def _check_options(config: job.Optimizer, parameters: Mapping[str, inspect.Param
         raise UserError(f"optimizer.options: {key!r}: {config.name} does not take it{hint}")
 
 
-def _initial_state(param: torch.Tensor, fused: bool) -> dict[str, torch.Tensor]:
-    """Return the state that Adam's own first step would allocate for `param`."""
-    # The fused kernel reads the step count on the parameter's device; the others read it on the host, where a CPU
-    # tensor costs no synchronisation.
-    return {
-        "step": torch.zeros((), dtype=torch.float32, device=param.device if fused else "cpu"),
-        "exp_avg": torch.zeros_like(param, requires_grad=False),
-        "exp_avg_sq": torch.zeros_like(param, requires_grad=False),
-    }
+def _state_dtype(config: job.Optimizer) -> torch.dtype | None:
+    return None if config.state_dtype is None else getattr(torch, config.state_dtype)
+
+
+def _initial_state(
+    param: torch.Tensor, moments: Iterable[str], dtype: torch.dtype | None, fused: bool
+) -> dict[str, torch.Tensor]:
+    """Return the state that the optimizer's own first step would allocate for `param`, in its dtype or another."""
+    state = {key: torch.zeros_like(param, dtype=dtype, requires_grad=False) for key in moments}
+    if moments is MOMENTS:
+        # The fused kernel reads the step count on the parameter's device; the others read it on the host, where a CPU
+        # tensor costs no synchronisation.
+        count = torch.zeros((), dtype=torch.float32, device=param.device if fused else "cpu")
+        return {"step": count, **state}
+    return state

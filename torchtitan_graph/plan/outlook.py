@@ -9,13 +9,17 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from torchtitan_graph.analysis.cost import Costs
 from torchtitan_graph.analysis.liveness import peak_memory
 from torchtitan_graph.capture.traced import TracedResult
 from torchtitan_graph.config import JobConfig
+from torchtitan_graph.config.job import Optimizer
 from torchtitan_graph.device import GIB
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.models.layers.decoder import Decoder
+from torchtitan_graph.optim import AVERAGE_DTYPE
 from torchtitan_graph.parallel.storage import Storage
 from torchtitan_graph.plan.expert_loads import (
     Busiest,
@@ -174,19 +178,27 @@ def look_ahead(args: argparse.Namespace, plan: JobForecast, prices: Prices) -> O
 
 
 def _checkpoint_bytes(job: BuiltJob) -> tuple[int, int]:
-    """Return the bytes of a checkpoint of parameters and two moments, and those of the rank with most of them.
-    Quantized weights are not saved."""
+    """Return the bytes of a checkpoint of parameters, the optimizer's state and their moving average, and those of the
+    rank with most of them. Quantized weights are not saved."""
     whole: dict[str, int] = {}
     largest = 0
     for rank in job.ranks:
         kept = {name: s for name, s in rank.graphs.storages.items() if s.precision.storage.itemsize > 1}
-        whole |= {name: each.shape.numel() * _bytes_each(each) for name, each in kept.items()}
-        largest = max(largest, sum(each.padded_shape.numel() * _bytes_each(each) for each in kept.values()))
+        assert rank.state is not None, "check_arguments refuses a class of the user's"
+        each = {name: _bytes_each(s, rank.state.get(name), job.config.optimizer) for name, s in kept.items()}
+        whole |= {name: s.shape.numel() * each[name] for name, s in kept.items()}
+        largest = max(largest, sum(s.padded_shape.numel() * each[name] for name, s in kept.items()))
     return sum(whole.values()), largest
 
 
-def _bytes_each(storage: Storage) -> int:
-    return storage.precision.storage.itemsize * (3 if storage.is_trained else 1)
+def _bytes_each(storage: Storage, state: tuple[int, torch.dtype | None] | None, optimizer: Optimizer) -> int:
+    """Return the bytes of a checkpoint for each element of a parameter."""
+    own = storage.precision.storage
+    if state is None:  # it is not trained
+        return own.itemsize
+    number, dtype = state
+    averaged = AVERAGE_DTYPE.itemsize if optimizer.ema_decay is not None else 0
+    return own.itemsize + number * (dtype or own).itemsize + averaged
 
 
 def _uneven(loads: Mapping[str, list[float]], plan: JobForecast, prices: Prices) -> Uneven:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
+import torch
 from torch.fx import GraphModule
 
 from torchtitan_graph.analysis.cost import Link
@@ -26,6 +27,7 @@ from torchtitan_graph.parallel.layout import ParallelDims
 from torchtitan_graph.plan.depth import kind_of
 from torchtitan_graph.rates import Rates
 from torchtitan_graph.steps import Graphs, StepOptions, build_graphs
+from torchtitan_graph.steps.budget import state_of_stored
 from torchtitan_graph.steps.choices import check_disabled
 from torchtitan_graph.steps.held import in_flight
 from torchtitan_graph.torch_private.distributed import fake_process_group
@@ -42,6 +44,7 @@ class Rank(NamedTuple):
     forecast  its memory, communication and operations
     visible   by block the fraction of all pairs of positions that attention sees, in rows of one document
     names     of its modules, by their names in the graphs, which may be those of a rank with equal stages
+    state     the number and dtype of the optimizer's tensors for each trained parameter; None: not known
     """
 
     rank: int
@@ -50,6 +53,7 @@ class Rank(NamedTuple):
     forecast: Forecast
     visible: Mapping[str, float]
     names: Mapping[str, str]
+    state: Mapping[str, tuple[int, torch.dtype | None]] | None = None
 
     @property
     def modules(self) -> list[GraphModule]:
@@ -158,7 +162,8 @@ def _ranks_at(places: Sequence[int], blueprint: Blueprint, world_size: int) -> d
             names = _names(options, places[0], place) or {name: name for name in model.modules_in_order}
             own = _renamed(graphs, options, names, place)
             of_rank = forecast(assembly, own, blueprint.config.optimizer, place)
-            found[place] = Rank(place * num_ranks, own, links, of_rank, visible, names)
+            state = state_of_stored(own.storages, model, blueprint.config.optimizer)
+            found[place] = Rank(place * num_ranks, own, links, of_rank, visible, names, state)
         return found
 
 

@@ -48,7 +48,6 @@ from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.blocks import loss_of
 from torchtitan_graph.ops.operator import num_bytes
-from torchtitan_graph.optim.optimizer import BUILT_IN
 from torchtitan_graph.plan.ranks import BuiltJob, Rank, build
 from torchtitan_graph.plan.simulate import by_rates
 from torchtitan_graph.rates import Rates
@@ -59,6 +58,7 @@ COMMUNICATION, OPTIMIZER = "communication", "optimizer"
 CLASSES = (PRODUCT, ATTENTION, LOSS, NORMS, POINTWISE, COPIES, COMMUNICATION, OPTIMIZER)
 UNFUSED, FUSED, REALISTIC, UNCOMPILED = "unfused", "fused", "realistic", "realistic, unfused"
 OUTSIDE = "outside modules"
+_KNOWN = ("Adam", "AdamW")  # optimizers whose traffic is known
 _NOTHING = 1e-12  # seconds below which a difference is rounding
 
 aten = torch.ops.aten
@@ -151,11 +151,14 @@ def roofline(config: JobConfig, world_size: int, rates: Rates) -> Roofline:
             f"parallelism.pipeline_parallel_degree = {degree}: a roofline is of a step that one rank computes alone; "
             "leave it at 1, or let python -m torchtitan_graph.plan forecast the pipeline"
         )
-    if (name := config.optimizer.name) not in BUILT_IN:
+    if (name := config.optimizer.name) not in _KNOWN:
         raise UserError(
-            f"optimizer.name = {name!r}: what a class of your own keeps, and so reads and writes, is not known before "
-            f"its first step; a roofline knows {' and '.join(BUILT_IN)}: add --optimizer.name AdamW"
+            f"optimizer.name = {name!r}: what it reads, writes and computes is not known here; a roofline knows "
+            f"{' and '.join(_KNOWN)}: add --optimizer.name AdamW"
         )
+    for key in ("state_dtype", "ema_decay"):
+        if (value := getattr(config.optimizer, key)) is not None:
+            raise UserError(f"optimizer.{key} = {value!r}: a roofline does not know what it costs; leave it out")
     job = build(config, world_size, rates, _uncompiled)
     (rank,) = job.ranks
     assert isinstance(rank.graphs.train, TracedResult)

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.fx import GraphModule
 
 from torchtitan_graph import device as devices
 from torchtitan_graph.analysis.liveness import peak_memory
+from torchtitan_graph.config import job
 from torchtitan_graph.device import GIB
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.edit import copy_graph
 from torchtitan_graph.log import logger
+from torchtitan_graph.optim import AVERAGE_DTYPE, state_of
 from torchtitan_graph.parallel.recompute import Budget
 from torchtitan_graph.parallel.storage import Storage
 from torchtitan_graph.passes.tag_budget import Curve
 from torchtitan_graph.patience import refuse_unwritable
 
 PARAMETERS, QUANTISED, OPTIMIZER, INPUTS = "parameters", "quantised weights", "optimizer state", "batch and masks"
+AVERAGE = "moving average of the weights"
 EARLIER = "gradients of earlier microbatches"
 _MIB = 2**20
 _TRIES = 5  # bisections of the share of activations that stages keep: to a 32nd of the savings
@@ -32,18 +37,24 @@ _LESS = (
 
 
 def at_rest(
-    storages: Mapping[str, Storage], *, accumulates: bool, knows_optimizer: bool = True, on_host: bool = False
+    storages: Mapping[str, Storage],
+    model: nn.Module,
+    optimizer: job.Optimizer,
+    *,
+    accumulates: bool,
+    on_host: bool = False,
 ) -> dict[str, int]:
     """Return the bytes that a rank holds from step to step, and between a step's microbatches, by purpose.
 
     Args:
+        model, optimizer: what is stepped, and what steps it; the state of a user's class is not known, nor counted.
         accumulates: gradients of earlier microbatches are held while the next one runs.
-        knows_optimizer: its state is two moments.
         on_host: count the host's memory, not the device's.
     """
-    there = [each for each in storages.values() if each.on_host == on_host]
-    if not there:
+    here = {name: each for name, each in storages.items() if each.on_host == on_host}
+    if not here:
         return {}
+    there = [*here.values()]
     trained = trained_bytes(there)
     quantised = sum(_num_bytes(each) for each in there if each.precision.storage.itemsize == 1)
     held = {PARAMETERS: sum(map(_num_bytes, there)) - quantised}
@@ -51,9 +62,32 @@ def at_rest(
         held[QUANTISED] = quantised
     if accumulates:
         held[EARLIER] = trained
-    if knows_optimizer:
-        held[OPTIMIZER] = 2 * trained
+    if (kept := state_of_stored(here, model, optimizer)) is not None:
+        held[OPTIMIZER] = sum(_state_bytes(here[name], *each) for name, each in kept.items())
+    if optimizer.ema_decay is not None:
+        held[AVERAGE] = sum(AVERAGE_DTYPE.itemsize * s.padded_shape.numel() for s in there if s.is_trained)
     return held
+
+
+def state_of_stored(
+    storages: Mapping[str, Storage], model: nn.Module, optimizer: job.Optimizer
+) -> dict[str, tuple[int, torch.dtype | None]] | None:
+    """Return `optim.state_of` for trained parameters that are stored. In a pipeline they may have the names of a stage
+    equal to the model's own."""
+    found = state_of(model, optimizer)
+    if found is None:
+        return None
+    by_name = {_in_any_block(name): each for name, each in found.items()} | found
+    names = [name for name, each in storages.items() if each.is_trained]
+    return {name: by_name[name if name in by_name else _in_any_block(name)] for name in names}
+
+
+def _in_any_block(name: str) -> str:
+    return re.sub(r"\.\d+\.", ".*.", name, count=1)
+
+
+def _state_bytes(storage: Storage, number: int, dtype: torch.dtype | None) -> int:
+    return number * storage.padded_shape.numel() * (dtype or storage.precision.storage).itemsize
 
 
 def trained_bytes(storages: Iterable[Storage]) -> int:

@@ -48,6 +48,7 @@ _NO_MATTER = (
     "training.chat_date",
     "training.skip_not_utf8",
     "training.max_norm",
+    "training.skip_leaps",
     "training.steps",
     "training.dataloader.",
     "validation.dataset",

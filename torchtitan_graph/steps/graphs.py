@@ -116,7 +116,8 @@ def _rewrite(traced: Traced, assembly: Assembly, *, makes_code: bool) -> Rewritt
     if options.budget_gib is None:
         train = rewritten(traced.train.gm, watch)
     else:
-        rest = at_rest(traced.plan.storages, accumulates=options.num_microbatches > 1)
+        accumulates = options.num_microbatches > 1
+        rest = at_rest(traced.plan.storages, assembly.model, options.optimizer, accumulates=accumulates)
         rest[INPUTS] = input_memory(traced.train.gm)
         train = meet(options.budget_gib, rest, traced.train.gm, within)
         for each in said:

@@ -67,6 +67,7 @@ class StepOptions:
     recorders        record the training step for replays, as CUDA graphs
     float8           the layers that multiply in float8, if any
     fused            classes of modules that one operator replaces, see elementwise.py
+    optimizer        what steps, and so what is held at rest
     """
 
     target: Target
@@ -103,6 +104,7 @@ class StepOptions:
     recorders: Recorders | None = None
     float8: Float8 | None = None
     fused: tuple[type[nn.Module], ...] = ()
+    optimizer: job.Optimizer = dataclasses.field(default_factory=job.Optimizer)
 
 
 def lengths_of_rows(config: JobConfig, attn: str, target: Target) -> range | None:
@@ -190,6 +192,7 @@ def step_options(config: JobConfig, model: Decoder, num_microbatches: int, targe
         recorders=_recorders(config, target),
         float8=plan_float8(config, model, target),
         fused=_fused(config),
+        optimizer=config.optimizer,
     )
 
 

@@ -121,11 +121,13 @@ def _within_budget(
         assert options.pipeline is not None
         return peak_of_stages(graphs, options.pipeline, assembly.layout.rank(PP)).num_bytes
 
+    rest = at_rest(plan.storages, assembly.model, options.optimizer, accumulates=False)
+
     def with_budget(fraction: float) -> PassPlan:
         recompute = dataclasses.replace(plan.recompute, budget=Budget(fraction))
         return dataclasses.replace(plan, recompute=recompute)
 
-    return with_budget(share(gib, at_rest(plan.storages, accumulates=False), peak))
+    return with_budget(share(gib, rest, peak))
 
 
 def _rewrite(

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,7 @@ from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.blocks import block_of
 from torchtitan_graph.graph.signature import signature_of
 from torchtitan_graph.log import logger
-from torchtitan_graph.optim import is_fused, takes_stops
+from torchtitan_graph.optim import Muon, is_fused, takes_stops
 from torchtitan_graph.parallel.verify import Numbers
 from torchtitan_graph.runtime.pieces import Replayed
 from torchtitan_graph.steps.build import Steps
@@ -41,17 +41,22 @@ c10d = torch.ops._c10d_functional
 class Update(Protocol):
     """The end of an optimizer step, in the order of its calls. All ranks call together.
 
-    No parameter changes, and no state of the optimizer, if a rank's loss or the norm is not finite.
+    No parameter changes, and no state of the optimizer, if a rank's loss or the norm is not finite, or if one is above
+    its limit.
     """
 
-    def clip(self, loss: Tensor) -> Tensor:
-        """Clip the gradients, and return the norm of all before; `loss` is this rank's."""
+    stops: Tensor | None = None  # after `clip`: 1.0 if it has skipped the step; None where it has not decided that
+
+    def clip(self, loss: Tensor, limits: Tensor | None = None) -> Tensor:
+        """Clip the gradients, and return the norm of all before. `loss` is this rank's; `limits` are those of the sum
+        of all ranks' and of the norm, in fp64."""
 
     def step(self, stops: Tensor) -> None:
         """Launch the optimizer's step, if the device can skip it by itself: where `stops` is 1.0."""
 
-    def finish(self) -> None:
-        """Step now if that has not been done, and release the gradients: the host knows that all numbers are finite."""
+    def finish(self, skips: bool = False) -> None:
+        """Step now if that has not been done and the step is not skipped, and release the gradients: the host knows
+        that all numbers are finite."""
 
 
 class EagerUpdate:
@@ -61,7 +66,9 @@ class EagerUpdate:
         self._steps, self._optimizer, self._max_norm = steps, optimizer, max_norm
         self._skips = takes_stops(optimizer, torch.device(steps.layout.mesh.device_type))
 
-    def clip(self, loss: Tensor) -> Tensor:
+    stops: Tensor | None = None
+
+    def clip(self, loss: Tensor, limits: Tensor | None = None) -> Tensor:
         return self._steps.clip(self._max_norm)
 
     def step(self, stops: Tensor) -> None:
@@ -69,8 +76,8 @@ class EagerUpdate:
             self._optimizer.found_inf = stops  # type: ignore[attr-defined]
             self._optimizer.step()
 
-    def finish(self) -> None:
-        if not self._skips:
+    def finish(self, skips: bool = False) -> None:
+        if not self._skips and not skips:
             self._optimizer.step()
         self._optimizer.zero_grad()
 
@@ -105,17 +112,20 @@ class GraphUpdate:
         self._is_fused = is_fused(optimizer)
         self._twin = _twin_of(optimizer, self._is_fused)
         self._begins = True
-        self._run: Callable[[dict[str, Tensor], Tensor], Tensor] | None = None
+        self.stops: Tensor | None = None
+        self._run: Callable[[dict[str, Tensor], Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
 
     def step(self, stops: Tensor) -> None:
         pass
 
-    def finish(self) -> None:
+    def finish(self, skips: bool = False) -> None:
         self._live.zero_grad()
 
-    def clip(self, loss: Tensor) -> Tensor:
+    def clip(self, loss: Tensor, limits: Tensor | None = None) -> Tensor:
+        if limits is None:
+            limits = loss.new_full((2,), torch.inf, dtype=torch.float64)
         if self._begins and not any(self._live.state.values()):
-            return self._make_state(loss)
+            return self._make_state(loss, limits)
         self._follow()
         gradients = {n: p.grad for n, p in self._steps.model.named_parameters() if p.grad is not None}
         if self._run is None:
@@ -124,30 +134,35 @@ class GraphUpdate:
                 make_run = {"make_run": partial(Replayed, new_recorder=recorders.new)}
             self._run = run_traced(self.trace(gradients, loss), self._steps.model, self._twin, **make_run)
             count_step(self._live)
-        return self._run(gradients, loss)
+        norm, self.stops = self._run(gradients, loss, limits)
+        return norm
 
     def trace(self, gradients: dict[str, Tensor], loss: Tensor, device: torch.device | None = None) -> TracedResult:
         """Trace the step for gradients like these, and run the passes on it; all may be on meta, with costs as on
         `device`."""
+        limits = loss.new_empty(2, dtype=torch.float64)
         begin, model, device = time.perf_counter(), self._steps.model, device or loss.device
 
-        def update(gradients: dict[str, Tensor], loss: Tensor) -> Tensor:
+        def update(gradients: dict[str, Tensor], loss: Tensor, limits: Tensor) -> tuple[Tensor, Tensor]:
             parameters = dict(model.named_parameters())
             for name, gradient in gradients.items():
                 parameters[name].grad = gradient
             norm = self._steps.clip(self._max_norm)
-            stops = _is_not_finite(loss, norm)
-            if self._is_fused:
+            stops = _is_skipped(loss, norm, limits)
+            if isinstance(self._twin, Muon):  # steps shards itself
+                self._twin.found_inf = stops  # type: ignore[attr-defined]
+                self._twin.step()
+            elif self._is_fused:
                 self._twin.found_inf = stops  # type: ignore[attr-defined]
                 with _on_parts(self._twin, [parameters[name] for name in gradients]):
                     self._twin.step()
             else:
                 self._step_on_copies(stops, {parameters[name]: name for name in gradients})
-            return norm
+            return norm, stops
 
         tracer = partial(minimal_fx_tracer, device=device, stack_traces=self._stack_traces, donated=("gradients",))
         try:
-            traced = tracer(update, model, self._twin)(gradients, loss)
+            traced = tracer(update, model, self._twin)(gradients, loss, limits)
         finally:
             vars(self._twin).pop("found_inf", None)
         logger.info(f"optimizer step: traced in {time.perf_counter() - begin:.1f} s")
@@ -155,10 +170,11 @@ class GraphUpdate:
         gm = run_passes(traced.gm, update_passes(self._extra), (), device, watch)
         return dataclasses.replace(traced, gm=gm)
 
-    def _make_state(self, loss: Tensor) -> Tensor:
+    def _make_state(self, loss: Tensor, limits: Tensor) -> Tensor:
         """Run the first step outside the graph, since only the class knows its initial state."""
         norm = self._steps.clip(self._max_norm)
-        if not _is_not_finite(loss, norm):
+        self.stops = _is_skipped(loss, norm, limits)
+        if not self.stops:
             self._live.step()
             self._begins = False
         return norm
@@ -213,15 +229,17 @@ def _twin_of(optimizer: Optimizer, is_fused: bool) -> Optimizer:
     """Return an optimizer of the same parameters and state whose learning rates are tensors, and so inputs of a graph.
 
     A CPU's kernel reads a rate in fp64, and so loses no bit of it; that of a GPU takes one in fp32. An optimizer that
-    is not fused has it as a number, read on the host.
+    is not fused has it as a number, read on the host, and so have Muon's matrices.
     """
     twin = copy.copy(optimizer)
     device = next(p.device for group in optimizer.param_groups for p in group["params"])  # a group may be empty
-    on_gpu = is_fused and device.type != "cpu"
-    dtype, device = (torch.float32, device) if on_gpu else (torch.float64, torch.device("cpu"))
-    twin.param_groups = [
-        group | {"lr": torch.tensor(group["lr"], dtype=dtype, device=device)} for group in optimizer.param_groups
-    ]
+
+    def rate_of(group: dict[str, Any]) -> Tensor:
+        on_gpu = is_fused and device.type != "cpu" and not group.get("is_matrix")
+        dtype, place = (torch.float32, device) if on_gpu else (torch.float64, torch.device("cpu"))
+        return torch.tensor(group["lr"], dtype=dtype, device=place)
+
+    twin.param_groups = [group | {"lr": rate_of(group)} for group in optimizer.param_groups]
     return twin
 
 
@@ -256,9 +274,11 @@ def _on_parts(
         optimizer.param_groups, optimizer.state = groups, state
 
 
-def _is_not_finite(loss: Tensor, norm: Tensor) -> Tensor:
-    """Return 1.0 if a rank's loss or the norm is not finite, else 0.0, equal on all ranks: the kernel's `found_inf`."""
-    bad_ranks = (~loss.isfinite()).float()
+def _is_skipped(loss: Tensor, norm: Tensor, limits: Tensor) -> Tensor:
+    """Return 1.0 if a rank's loss or the norm is not finite, or the sum of the losses or the norm is above its limit,
+    else 0.0, equal on all ranks: the kernel's `found_inf`."""
+    total = loss.double()  # sums of a few fp32 numbers are exact in fp64, and equal in any order
     if dist.get_world_size() > 1:
-        bad_ranks = c10d.wait_tensor(c10d.all_reduce(bad_ranks, "sum", dist.group.WORLD.group_name))  # type: ignore[union-attr]
-    return ((bad_ranks > 0) | ~norm.isfinite()).float()
+        total = c10d.wait_tensor(c10d.all_reduce(total, "sum", dist.group.WORLD.group_name))  # type: ignore[union-attr]
+    numbers = torch.stack([total, norm.double()])
+    return (~numbers.isfinite() | (numbers > limits)).any().float()

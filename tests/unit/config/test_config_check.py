@@ -177,6 +177,7 @@ def test_all_problems_are_reported_together() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        ("--optimizer.name Muon --compile.cuda_graphs", "Muon reads numbers on the host"),
         ("--optimizer.name torch.optim.RAdam", "optimizer.name = 'torch.optim.RAdam': not with compile.optimizer_in"),
         ("--optimizer.implementation foreach --compile.cuda_graphs", "cuda_graphs = true: not with compile.optimizer"),
         ("--metrics.histogram_freq 2 --metrics.enable_tensorboard", "metrics.histogram_freq = 2"),
@@ -255,6 +256,23 @@ def test_a_budget_that_can_not_be_met_is_named(arguments: str, words: str) -> No
     mode = "--activation_checkpoint.mode memory_budget"
     assert check(load(mode.split()), 1) == []
     assert words in problems(f"{mode} {arguments}", 1)[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("--optimizer.name my.Own --optimizer.state_dtype bfloat16", "optimizer.state_dtype = 'bfloat16': a class of"),
+        ("--optimizer.name my.Own --optimizer.ema_decay 0.9", "optimizer.ema_decay = 0.9: a class of your own, my.Own"),
+        (
+            "--optimizer.name Muon --optimizer.implementation foreach",
+            "implementation = 'foreach': Muon's AdamW is fused",
+        ),
+        ("--optimizer.param_groups [{pattern='*',name='AdamW'}]", "'AdamW'}]: name: is for optimizer.name = Muon"),
+    ],
+)
+def test_what_is_of_another_optimizer_is_named(arguments: str, words: str) -> None:
+    (problem,) = problems(arguments, 1)
+    assert words in problem
 
 
 @pytest.mark.parametrize("fraction", ["-0.1", "1.1", "nan"])

@@ -412,6 +412,6 @@ def test_what_is_known_from_elsewhere_is_no_name_of_ours() -> None:
 def test_a_dotted_name_is_said_in_words() -> None:
     (problem,) = problems(["--optimizer.name", "Lion"])
     assert problem == (
-        "command line: optimizer.name = 'Lion': must be one of Adam, AdamW, or a dotted name, such as"
+        "command line: optimizer.name = 'Lion': must be one of Adam, AdamW, Muon, or a dotted name, such as"
         " my_package.MyOptimizer, of a class that is imported"
     )

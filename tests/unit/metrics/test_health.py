@@ -1,13 +1,15 @@
 """Alarms ring when they should, and only then; the slowest rank is found."""
 
+import json
 import logging
+import math
 import random
 
 import pytest
 
 from pool import run_on
 from torchtitan_graph.log import logger
-from torchtitan_graph.metrics.health import FEWEST, Alarm, compare_ranks
+from torchtitan_graph.metrics.health import FEWEST, Alarm, Leaps, compare_ranks
 
 
 @pytest.fixture(autouse=True)
@@ -91,3 +93,27 @@ def test_the_slowest_rank_is_found_by_all_and_told_by_one() -> None:
 def test_a_small_difference_is_no_warning(slowest_s: float, share: float) -> None:
     (_, told), _ = run_on(2, compare, [(1.0, 0.5), (slowest_s, 0.0)], share=share)
     assert told == []
+
+
+def test_a_step_is_skipped_where_the_alarm_would_ring() -> None:
+    leaps = Leaps(10.0)
+    for step, value in enumerate(noise(FEWEST), start=1):
+        assert leaps.limits() == (math.inf, math.inf)
+        leaps.add(step, value, 2 * value, False)
+    of_loss, of_norm = leaps.limits()
+    assert 3.5 < of_loss < 5 and of_norm == pytest.approx(2 * of_loss)
+
+
+def test_a_lasting_rise_is_not_skipped_for_ever() -> None:
+    leaps = Leaps(10.0)
+    for step, value in enumerate([*noise(100), *(x + 5 for x in noise(100))], start=1):
+        leaps.add(step, value, 1.0, value > leaps.limits()[0])
+    assert 40 < leaps.num_skipped < 60
+
+
+def test_what_is_saved_gives_the_same_limits() -> None:
+    leaps, other = Leaps(10.0), Leaps(10.0)
+    for step, value in enumerate(noise(30), start=1):
+        leaps.add(step, value, value / 3, step == 25)
+    other.load_state_dict(json.loads(json.dumps(leaps.state_dict())))
+    assert other.limits() == leaps.limits() and other.num_skipped == 1

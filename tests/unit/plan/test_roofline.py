@@ -186,7 +186,9 @@ def test_the_table_says_what_the_data_say(one: Roofline) -> None:
         ("--json no/where.json", "--json no/where.json: there is no folder no"),
         ("--training.seqlen 3", "is not an option; did you mean training.seq_len?"),
         ("--seq_len 3", "is not an option; did you mean training.seq_len?"),
-        ("--optimizer.name torch.optim.SGD", "optimizer.name = 'torch.optim.SGD': what a class of your own keeps"),
+        ("--optimizer.name torch.optim.SGD", "optimizer.name = 'torch.optim.SGD': what it reads"),
+        ("--optimizer.name Muon", "optimizer.name = 'Muon': what it reads"),
+        ("--optimizer.ema_decay 0.9", "optimizer.ema_decay = 0.9: a roofline does not know"),
         (
             "--world 2 --parallelism.pipeline_parallel_degree 2",
             "parallelism.pipeline_parallel_degree = 2: a roofline is of a step that one rank computes alone; leave it",

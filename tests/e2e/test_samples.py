@@ -36,9 +36,8 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=[pytest.mark.slow] * (name != "TP 2")) for name in LAYOUTS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_they_are_the_same_in_every_layout(layout: str, tmp_path: Path) -> None:
     still = ["--optimizer.lr", "0", "--training.mixed_precision_param", "float32", "--checkpoint.no-enable", *SAMPLES]
     still += ["--training.global_batch_size", "-1"]
@@ -46,6 +45,7 @@ def test_they_are_the_same_in_every_layout(layout: str, tmp_path: Path) -> None:
     assert sampled(tmp_path / "several", *still, *options, ranks=ranks) == sampled(tmp_path / "one", *still)
 
 
+@pytest.mark.slow
 def test_tensorboard_shows_them(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

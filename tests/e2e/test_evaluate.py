@@ -148,6 +148,7 @@ def test_every_layout_has_the_numbers_of_one_rank(name: str, folder: Path, alone
         assert found["sets"][each] == pytest.approx(alone["sets"][each], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_texts_that_share_a_row_are_scored_as_those_that_have_their_own(folder: Path, alone: dict[str, Any]) -> None:
     found = found_by(evaluate(*_all(folder), "--training.one_document_per_row"))
     assert found["choices"] == alone["choices"]
@@ -157,6 +158,7 @@ def test_texts_that_share_a_row_are_scored_as_those_that_have_their_own(folder: 
         ]
 
 
+@pytest.mark.slow
 def test_a_run_s_checkpoints_have_its_validation_losses(tmp_path: Path) -> None:
     sets = "[{name = 'held_out', steps = 3}, {name = 'none_else', steps = 2}]"
     options = ["--training.steps", "3", "--validation.enable", "--validation.freq", "1", "--validation.sets", sets]
@@ -171,6 +173,7 @@ def test_a_run_s_checkpoints_have_its_validation_losses(tmp_path: Path) -> None:
         assert found["model"].endswith(f"step-{wanted}")
 
 
+@pytest.mark.slow
 def test_the_harness_finds_what_it_finds_with_its_own_class(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("lm_eval", reason="the extra `eval` is not installed")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

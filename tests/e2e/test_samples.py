@@ -15,6 +15,7 @@ def sampled(folder: Path, *options: str, ranks: int = 1) -> list[list[dict[str, 
     return [record["samples"] for record in records(folder) if "samples" in record]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["graph", pytest.param("eager", marks=pytest.mark.slow)])
 def test_a_run_is_bitwise_the_same_with_and_without_them(mode: str, tmp_path: Path) -> None:
     options = ["--compile.mode", mode]

@@ -129,7 +129,7 @@ def _linear_layers(model: Decoder) -> dict[str, nn.Linear]:
 
 def _stacks(model: Decoder) -> dict[str, bool]:
     """Return the names of the stacks of experts' weights, and whether they are (E, in, out)."""
-    found = {}
+    found: dict[str, bool] = {}
     for name, module in model.named_modules():
         if isinstance(module, Experts):
             found |= {f"{name}.{leaf}": False for leaf in ("w1", "w2", "w3")}

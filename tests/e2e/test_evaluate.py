@@ -12,7 +12,7 @@ import torch
 from runs import evaluate, records, train
 
 ROWS = ["--validation.seq_len", "64", "--validation.local_batch_size", "2"]
-WORDS = "def return the quick brown fox jumps over a lazy dog caf\u00e9 \U0001f642 x + 1".split()
+WORDS = ["def", "return", "the", "quick", "brown", "fox", "jumps", "over", "lazy", "dog", "café", "🙂", "x", "+", "1"]
 
 
 def say(number: random.Random, most: int) -> str:
@@ -184,7 +184,10 @@ def test_a_run_s_checkpoints_have_its_validation_losses(tmp_path: Path) -> None:
         ("{model} --choices a={root}/empty.txt", "holds no question"),
         ("{model} --choices a={root}/short.jsonl", "line 1: has invalid content"),
         ("{model} --step best --set a={root}/short.jsonl", "which has no checkpoints"),
-        ("{model} --set a={root}/short.jsonl --parallelism.pipeline_parallel_degree 2", "an evaluation has no pipeline"),
+        (
+            "{model} --set a={root}/short.jsonl --parallelism.pipeline_parallel_degree 2",
+            "an evaluation has no pipeline",
+        ),
         ("{root} --set a={root}/short.jsonl", "holds neither a run"),
     ],
 )
@@ -229,10 +232,10 @@ def test_the_harness_finds_what_it_finds_with_its_own_class(folder: Path, monkey
     for task, metrics in found.items():
         for name, value in metrics.items():
             if isinstance(value, float):
-                assert ours[task][name] == pytest.approx(value, rel=1e-5), (task, name)
+                assert ours[task][name.removesuffix(",none")] == pytest.approx(value, rel=1e-5), (task, name)
                 compared += 1
     assert compared >= 5
-    code, output = evaluate(*words, "writing")
+    code, output = evaluate(*words, "choice,writing")
     assert code == 2 and "--lm_eval writing: asks the model to generate text" in output, output
     code, output = evaluate(*words, "choise")
     assert code == 2 and "there is no task choise; did you mean choice?" in output, output

@@ -74,7 +74,13 @@ def check(config: JobConfig, world_size: int) -> list[str]:
         *_rows(config),
         *_tables(config, world_size),
     ]
-    problems += [*_sources(config), *_validation(config), *graph.problems(config), *checkpoint.problems(config), *quantize.problems(config)]
+    problems += [
+        *_sources(config),
+        *_validation(config),
+        *graph.problems(config),
+        *checkpoint.problems(config),
+        *quantize.problems(config),
+    ]
     if problems:
         raise UserError(problem_list(lines(config, problems)))
     notices = [*graph.notices(config), *quantize.notices(config), *checkpoint.notices(config), *_notices(config)]

@@ -421,8 +421,8 @@ class Checkpoint:
     )
     keep_latest_k: int = option(
         10,
-        "Number of newest checkpoints to keep, in addition to those of keep_every and keep_best; 0: all. 1 is illegal, since the"
-        " newest may be incomplete.",
+        "Number of newest checkpoints to keep, in addition to those of keep_every and keep_best; 0: all. 1 is illegal,"
+        " since the newest may be incomplete.",
         minimum=2,
         also=(0,),
     )

@@ -7,6 +7,7 @@ torchrun also those of its layout, such as --parallelism.tensor_parallel_degree 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -43,23 +44,29 @@ def main(argv: Sequence[str]) -> int:
     questions = {name: read_questions(Path(path)) for name, path in map(_pair, options.choices)}
     if len(questions) < len(options.choices):
         raise UserError("--choices: several have the same name; give each its own")
-    tasks = harness.open_tasks(options.lm_eval, options.include_path) if options.lm_eval else None
     source = open_source(options.model, options.step, options.set, words)
-    has_corpora = bool(options.set) or not (questions or tasks)
+    has_requests = bool(options.choices or options.lm_eval)
+    has_corpora = bool(options.set) or not has_requests
     if has_corpora and not names_a_corpus(source.config) and source.is_hugging_face:
-        raise UserError(f"{options.model}: say what to evaluate it on: --set NAME=PATH, --choices NAME=FILE or --lm_eval")
-    evaluated = open_model(source)
+        raise UserError(
+            f"{options.model}: say what to evaluate it on: --set NAME=PATH, --choices NAME=FILE or --lm_eval"
+        )
+    tasks = None
+    if options.lm_eval and os.environ.get("RANK", "0") == "0":  # the others score what rank 0 asks for
+        tasks = harness.open_tasks(options.lm_eval, options.include_path)
     try:
+        evaluated = open_model(source)
         results: dict[str, Any] = {"model": str(source.weights)}
         if has_corpora:
             results["sets"] = {name: found._asdict() for name, found in evaluate_corpora(evaluated).items()}
-        if questions or tasks:
+        if has_requests:
             results |= _by_requests(evaluated, questions, tasks)
         if dist.get_rank() == 0:
             print(json.dumps(results) if options.json else "\n\n".join(_tables(results)), flush=True)
         meet()
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
     return 0
 
 

@@ -8,18 +8,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from torchtitan_graph.config.option import did_you_mean
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.evaluate.requests import Request, Scorer
+
+_LABELS = ("alias", "name")  # entries of a task's results that are no metrics
 
 
 def open_tasks(names: str, include_path: Path | None) -> dict[str, Any]:
     """Return the tasks of these names, with commas between them; `include_path` holds more, as YAML files.
 
     Raises:
-        UserError: lm-evaluation-harness is not installed, or has no such task.
+        UserError: lm-evaluation-harness is not installed, has no such task, or one asks the model to generate text.
     """
     if importlib.util.find_spec("lm_eval") is None:
-        raise UserError(f"--lm_eval {names}: the package lm-eval is not installed; pip install 'torchtitan_graph[eval]'")
+        raise UserError(
+            f"--lm_eval {names}: the package lm-eval is not installed; pip install 'torchtitan_graph[eval]'"
+        )
     if include_path is not None and not include_path.is_dir():
         raise UserError(f"--include_path {include_path}: there is no such folder")
     from lm_eval.tasks import TaskManager
@@ -27,19 +32,19 @@ def open_tasks(names: str, include_path: Path | None) -> dict[str, Any]:
     manager = TaskManager(include_path=None if include_path is None else str(include_path))
     wanted = [name for name in names.split(",") if name]
     if unknown := [name for name in wanted if name not in manager.all_tasks]:
-        from torchtitan_graph.config.option import did_you_mean
-
         known = did_you_mean(unknown[0], manager.all_tasks)
         raise UserError(f"--lm_eval {names}: there is no task {unknown[0]}{known}; --include_path DIR adds your own")
+    tasks = manager.load(wanted)["tasks"]
+    if writing := sorted(name for name, task in tasks.items() if task.OUTPUT_TYPE == "generate_until"):
+        raise UserError(
+            f"--lm_eval {','.join(writing)}: asks the model to generate text, and only tasks of likelihoods can be "
+            "evaluated; export the model by scripts/convert_to_hf.py, and run lm_eval --model hf on that folder"
+        )
     return {"names": wanted, "manager": manager}
 
 
 def evaluate_tasks(scorer: Scorer, tasks: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the metrics of each task by name; called by rank 0 alone.
-
-    Raises:
-        UserError: a task asks the model to generate text.
-    """
+    """Return the metrics of each task by name; called by rank 0 alone."""
     from lm_eval import simple_evaluate
 
     found = simple_evaluate(
@@ -47,7 +52,7 @@ def evaluate_tasks(scorer: Scorer, tasks: dict[str, Any]) -> dict[str, dict[str,
     )
     assert found is not None, "this is rank 0"
     return {
-        task: {name: value for name, value in metrics.items() if name != "alias"}
+        task: {name.removesuffix(",none"): value for name, value in metrics.items() if name not in _LABELS}
         for task, metrics in found["results"].items()
     }
 
@@ -114,10 +119,6 @@ def model_class() -> type:
             return totals
 
         def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-            names = sorted({str(request.task_name) for request in requests})
-            raise UserError(
-                f"--lm_eval {','.join(names)}: asks the model to generate text, and only tasks of likelihoods can be "
-                "evaluated; export the model by scripts/convert_to_hf.py, and run lm_eval --model hf on that folder"
-            )
+            raise NotImplementedError("`open_tasks` refuses such tasks")
 
     return ScoredLM

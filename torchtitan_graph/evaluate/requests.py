@@ -79,7 +79,8 @@ class Scorer:
             scores_2BL = self._scoring(on_host.to(self._device), on_host).double().cpu()
             for row, scores_2L in zip(rows, scores_2BL.unbind(1)[: len(rows)], strict=True):
                 found |= _of_row(row, requests, scores_2L)
-        merged = {i: score for of_rank in gather_from_ranks(lambda: found, files_group()) for i, score in of_rank.items()}
+        by_rank = gather_from_ranks(lambda: found, files_group())
+        merged = {number: score for of_rank in by_rank for number, score in of_rank.items()}
         return [merged[i] for i in range(len(requests))]
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from torchtitan_graph.checkpoint import best_checkpoint, newest_below
 from torchtitan_graph.checkpoint.folder import CHECKPOINTS, CONFIG, step_folder
 from torchtitan_graph.config import JobConfig, load
-from torchtitan_graph.config.job import OPTIONS, ValidationSet, is_set, put
+from torchtitan_graph.config.job import OPTIONS, is_set, put
 from torchtitan_graph.config.resolve import COMMAND_LINE
 from torchtitan_graph.data.tokenizer import find_assets
 from torchtitan_graph.errors import UserError
@@ -125,6 +125,3 @@ def names_a_corpus(config: JobConfig) -> bool:
     """Return whether a job's options name a corpus to validate on, or one to train on."""
     keys = ("validation.sets", "validation.dataset", "validation.dataset_path")
     return any(is_set(config, key) for key in (*keys, "training.dataset", "training.dataset_path", "training.sources"))
-
-
-

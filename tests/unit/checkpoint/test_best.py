@@ -1,4 +1,4 @@
-"""The best checkpoint: which it is, that it is kept, and that its record names a whole one after a kill at any moment."""
+"""The best checkpoint: which it is, that it is kept, and that its record is right after a kill at any moment."""
 
 import json
 from pathlib import Path

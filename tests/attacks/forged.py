@@ -38,7 +38,7 @@ from torch import nn
 from torchtitan_graph.analysis.flops import Flops
 from torchtitan_graph.analysis.measured import measured
 from torchtitan_graph.capture.trace import minimal_fx_tracer
-from torchtitan_graph.checkpoint import Checkpointer
+from torchtitan_graph.checkpoint import Checkpointer, best_checkpoint
 from torchtitan_graph.checkpoint.folder import MANIFEST, checksum
 from torchtitan_graph.checkpoint.metadata import METADATA
 from torchtitan_graph.config import dump_toml, job, load
@@ -47,6 +47,7 @@ from torchtitan_graph.data.shards import INDEX as SHARDS_INDEX
 from torchtitan_graph.data.shards import write_shards
 from torchtitan_graph.data.tokenizer import ByteTokenizer, load_tokenizer
 from torchtitan_graph.errors import UserError
+from torchtitan_graph.evaluate.choices import read_questions
 from torchtitan_graph.explorer.run import run_data
 from torchtitan_graph.metrics.jsonl import append, begin
 from torchtitan_graph.models import llama3
@@ -217,6 +218,18 @@ def _hash_again(path: Path) -> None:
     path.rename(path.with_name(f"{digest}.json.gz"))
 
 
+_QUESTIONS = (
+    '{"question": "a", "choices": ["b", "c"], "answer": 1}\n{"prompt": "d", "choices": ["e", "f"], "answer": "e"}\n'
+)
+
+
+def _make_best(folder: Path) -> Path:
+    (folder / "step-3").mkdir()
+    path = folder / "best.json"
+    path.write_text('{"metric": "validation_loss", "step": 3, "value": 2.5}\n')
+    return path
+
+
 def _made_by_run(name: str) -> Callable[[Path], Path]:
     def make(folder: Path) -> Path:
         folder = folder / "run"
@@ -327,6 +340,8 @@ KINDS: dict[str, Kind] = {
     ),
     "what has the reserve's name": Kind(_made_by_run(RESERVE), (_BYTES,), _read_folder),
     "a failure": Kind(_made_by_run("failures/*.json"), _SMALL, lambda path: read_failures(path.parents[1])),
+    "best.json": Kind(_make_best, _SMALL, lambda path: best_checkpoint(path.parent)),
+    "questions": Kind(_text(_QUESTIONS, "q.jsonl"), (_BYTES, forge.lines_changed), read_questions),
     "train_state.json": Kind(_make_checkpoint("train_state.json"), _SMALL, _read_checkpoint, mend=_sum_again),
     "a checkpoint's manifest": Kind(_make_checkpoint(MANIFEST), _SMALL, _read_checkpoint),
     "a checkpoint's index": Kind(

@@ -30,8 +30,8 @@ def token_bytes(tokenizer: Tokenizer) -> Tensor | None:
             sizes_V[number] = len(token) if alphabet.issuperset(token) else len(token.encode())
         for number, token in tokenizer.added_tokens().items():
             sizes_V[number] = 0 if token.special else len(token.content.encode())
-    probe = torch.tensor(tokenizer.encode(_PROBE))
-    if int(sizes_V[probe].sum()) != len(_PROBE.encode()):
+    probes = (_PROBE, _PROBE.strip(), f"  {_PROBE}")
+    if any(int(sizes_V[tokenizer.encode(text)].sum()) != len(text.encode()) for text in probes):
         logger.info("the tokenizer's tokens are no strings of bytes, so there is no perplexity per byte")
         return None
     return sizes_V

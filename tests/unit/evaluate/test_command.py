@@ -1,0 +1,47 @@
+"""What can't be evaluated is refused before any process joins another."""
+
+from pathlib import Path
+
+import pytest
+
+from torchtitan_graph.evaluate.__main__ import main, table
+
+TEXT, QUESTION = "some text\n", '{"question": "a", "choices": ["b", "c"], "answer": 0}\n'
+
+
+@pytest.mark.parametrize(
+    "words, expected",
+    [
+        ("nowhere", "nowhere: there is no such folder"),
+        (". --set a=text.txt", ".: holds neither a run, with its config.toml"),
+        ("hf", "hf: say what to evaluate it on: --set NAME=PATH"),
+        ("hf --set a", "--set a: must be NAME=PATH"),
+        ("hf --set a/b=text.txt", "--set: entry 1: name = 'a/b' must be 1 to 100 ASCII letters"),
+        ("hf --set a=text.txt --step best", "--step best: hf is a Hugging Face folder, which has no checkpoints"),
+        ("hf --set a=text.txt --parallelism.pipeline_parallel_degree 2", "an evaluation has no pipeline"),
+        ("hf --set a=text.txt --validation.seq_le 2", "is not an option; did you mean validation.seq_len?"),
+        ("hf --choices a", "--choices a: must be NAME=FILE"),
+        ("hf --choices a=text.txt", "text.txt, line 1: is not JSON"),
+        ("hf --choices a=none.jsonl", "--choices none.jsonl: there is no such file"),
+        ("hf --choices a=q.jsonl --choices a=q.jsonl", "--choices: several have the same name"),
+        ("run --step best", "best.json: there is no such file; a run with checkpoint.keep_best = true writes it"),
+        ("run --step 7", "--step 7: there is no run/checkpoint/step-7"),
+        ("run --step last", "--step last: must be newest, best or a number"),
+    ],
+)
+def test_what_can_not_be_evaluated_is_refused(
+    words: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("hf").mkdir()
+    Path("hf/config.json").write_text("{}")
+    Path("run/checkpoint").mkdir(parents=True)
+    Path("run/config.toml").write_text("")
+    Path("text.txt").write_text(TEXT)
+    Path("q.jsonl").write_text(QUESTION)
+    assert main(words.split()) == 2
+    assert expected in capsys.readouterr().err
+
+
+def test_a_table_has_its_names_on_the_left_and_its_numbers_on_the_right() -> None:
+    assert table(["sets", "loss"], [["a", "1.5"], ["long", "12.25"]]) == "sets   loss\na       1.5\nlong  12.25"

@@ -148,14 +148,13 @@ def test_every_layout_has_the_numbers_of_one_rank(name: str, folder: Path, alone
         assert found["sets"][each] == pytest.approx(alone["sets"][each], rel=1e-5)
 
 
-def test_documents_that_share_a_row_are_scored_as_those_that_have_their_own(
-    folder: Path, alone: dict[str, Any]
-) -> None:
+def test_texts_that_share_a_row_are_scored_as_those_that_have_their_own(folder: Path, alone: dict[str, Any]) -> None:
     found = found_by(evaluate(*_all(folder), "--training.one_document_per_row"))
     assert found["choices"] == alone["choices"]
-    assert found["sets"]["short"] == pytest.approx(alone["sets"]["short"], rel=1e-5)
-    for key in ("tokens", "bytes"):  # of documents that are cut at a row's end too
-        assert found["sets"]["long"][key] == alone["sets"]["long"][key]
+    for each in ("short", "long"):  # documents are cut at the ends of other rows, but have the same targets
+        assert [found["sets"][each][x] for x in ("tokens", "bytes")] == [
+            alone["sets"][each][x] for x in ("tokens", "bytes")
+        ]
 
 
 def test_a_run_s_checkpoints_have_its_validation_losses(tmp_path: Path) -> None:
@@ -212,5 +211,3 @@ def test_the_harness_finds_what_it_finds_with_its_own_class(folder: Path, monkey
     assert compared >= 5
     code, output = evaluate(*words, "choice,writing")
     assert code == 2 and "--lm_eval writing: asks the model to generate text" in output, output
-    code, output = evaluate(*words, "choise")
-    assert code == 2 and "there is no task choise; did you mean choice?" in output, output

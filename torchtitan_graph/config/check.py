@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torchtitan_graph.config import checkpoint, graph, quantize
@@ -11,6 +11,8 @@ from torchtitan_graph.config.job import (
     OPTIONS,
     JobConfig,
     Problem,
+    Validation,
+    ValidationSet,
     get,
     is_set,
     lines,
@@ -298,7 +300,8 @@ def _sources(config: JobConfig) -> Iterator[Problem]:
             yield Problem(alone, "is not used with training.sources; make it an entry there")
     if not config.training.repeat:
         yield Problem("training.repeat", "each of training.sources repeats by itself; remove it")
-    held_out = [each for each in validation.sets or [validation] if not (each.dataset or each.dataset_path)]
+    corpora: Sequence[Validation | ValidationSet] = validation.sets or [validation]
+    held_out = [each for each in corpora if not (each.dataset or each.dataset_path)]
     if validation.enable and any((validation.steps if x.steps is None else x.steps) == -1 for x in held_out):
         yield Problem(
             "validation.steps",

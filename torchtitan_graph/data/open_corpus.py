@@ -142,7 +142,8 @@ def check_names(config: JobConfig) -> None:
                 _check_name(source.dataset or "", "train")
             except UserError as error:
                 raise UserError(f"training.sources, entry {number}: {error}") from error
-    for number, each in enumerate(validation.sets or [validation] if validation.enable else []):
+    corpora: Sequence[job.Validation | job.ValidationSet] = validation.sets or [validation]
+    for number, each in enumerate(corpora if validation.enable else ()):
         if each.dataset is not None and not each.dataset_path:
             with naming_set(number if validation.sets else None):
                 _check_name(each.dataset, "validation")

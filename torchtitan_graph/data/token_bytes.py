@@ -28,8 +28,8 @@ def token_bytes(tokenizer: Tokenizer) -> Tensor | None:
         alphabet = set(pre_tokenizers.ByteLevel.alphabet())  # a letter for each byte
         for token, number in tokenizer.vocabulary().items():
             sizes_V[number] = len(token) if alphabet.issuperset(token) else len(token.encode())
-        for number, token in tokenizer.added_tokens().items():
-            sizes_V[number] = 0 if token.special else len(token.content.encode())
+        for number, added in tokenizer.added_tokens().items():
+            sizes_V[number] = 0 if added.special else len(added.content.encode())
     probes = (_PROBE, _PROBE.strip(), f"  {_PROBE}")
     if any(int(sizes_V[tokenizer.encode(text)].sum()) != len(text.encode()) for text in probes):
         logger.info("the tokenizer's tokens are no strings of bytes, so there is no perplexity per byte")

@@ -14,7 +14,8 @@ from torchtitan_graph.evaluate.requests import Request, Score, pack
 def test_questions_name_their_answer_by_number_or_text(tmp_path: Path) -> None:
     path = tmp_path / "q.jsonl"
     path.write_text(
-        '{"question": "1 + 1", "choices": ["1", "2"], "answer": "2"}\n\n{"prompt": "a", "choices": ["b", "c"], "answer": 0}'
+        '{"question": "1 + 1", "choices": ["1", "2"], "answer": "2"}\n\n'
+        '{"prompt": "a", "choices": ["b", "c"], "answer": 0}\n'
     )
     assert read_questions(path) == [Question("1 + 1", ["1", "2"], 1), Question("a", ["b", "c"], 0)]
 

@@ -14,7 +14,8 @@ from torchtitan_graph.patience import refuse_unreadable
 
 
 class Tokenizer(Protocol):
-    """Converts text into ids below vocab_size and back; `encode` adds no special ids, and reads none from text.
+    """Converts text into ids below vocab_size and back; `encode` reads no special ids from text, and adds none unless
+    it is told to add those that surround a text.
 
     bos_id starts a document (None: nothing does), eos_id ends it. One of `special_tokens` inside a text is text.
     `digest` is equal for tokenizers with the same ids.
@@ -26,7 +27,7 @@ class Tokenizer(Protocol):
     special_tokens: tuple[str, ...]
     digest: str
 
-    def encode(self, text: str) -> list[int]: ...
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]: ...
 
     def decode(self, ids: list[int]) -> str: ...
 

@@ -101,10 +101,10 @@ def _tables(results: Mapping[str, Any]) -> list[str]:
             rows = [{title: name, **found} for name, found in results[title].items()]
             tables.append(table(list(rows[0]), [[_shown(value) for value in row.values()] for row in rows]))
     if "lm_eval" in results:
-        rows = [
+        metrics = [
             [task, name, _shown(value)] for task, found in results["lm_eval"].items() for name, value in found.items()
         ]
-        tables.append(table(["task", "metric", "value"], rows))
+        tables.append(table(["task", "metric", "value"], metrics))
     return tables
 
 

@@ -97,7 +97,7 @@ def model_class() -> type:
 
         def _loglikelihood_tokens(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
             found = self._scorer.score([self._request(context, scored) for _, context, scored in requests])
-            return [tuple(score) for score in found]
+            return [(score.log_likelihood, score.is_greedy) for score in found]
 
         def _request(self, context: Sequence[int], scored: Sequence[int]) -> Request:
             if len(scored) > self.max_length:

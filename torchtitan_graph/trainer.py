@@ -511,8 +511,7 @@ def open_validation(blueprint: Blueprint) -> dict[str, tuple[DataLoader, int, st
     """Return a loader of each validation corpus, its number of microbatches and the option that names it, by the name
     of its loss in the metrics."""
     config, table, opened = blueprint.config, blueprint.config.validation, {}
-    for number, metric in enumerate(validation_metrics(config)):
-        of = table.sets[number] if table.sets else None
+    for number, (of, metric) in enumerate(zip(table.sets or [None], validation_metrics(config), strict=True)):
         with naming_set(None if of is None else number):
             corpus = validation_corpus(config, of)
             epochs = 0 if corpus["sources"] else 1  # sources don't end together

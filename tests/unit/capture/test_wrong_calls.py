@@ -85,7 +85,7 @@ def test_of_run_traced(call: Callable[[Any], Any], words: str, traced: Any) -> N
         ((step, MODEL, [OPTIMIZER]), {}, f"optimizer is of class list: must be one .*; {TRACE}"),
         ((step, MODEL, OPTIMIZER, X), {}, f"minimal_fx_tracer: too many positional arguments; {TRACE}"),
         ((), {"module": MODEL}, f"missing a required argument: 'fn'; {TRACE}"),
-        ((step,), {"record_call_hierarchy": True}, f"'record_call_hierarchy' .did you mean call_hierarchy.*; {TRACE}"),
+        ((step,), {"call_hierachy": True}, f"'call_hierachy' .did you mean call_hierarchy.*; {TRACE}"),
         ((step,), {"optimizer": OPTIMIZER}, "pass module=, the one it optimizes"),
         ((step,), {"device": "gpu"}, "device = 'gpu': must be a device of torch, such as 'cpu' or 'cuda'"),
         ((step,), {"blocks": ["a"]}, "blocks is of class list: must be submodules of module, by their names"),

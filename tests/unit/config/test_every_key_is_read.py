@@ -16,11 +16,13 @@ from torchtitan_graph.config.job import OPTIONS, JobConfig
 from torchtitan_graph.config.option import options
 
 PACKAGE = Path(torchtitan_graph.__file__).parent
-# In config/: by load(), which finds the other options in it, by shard_degree(), which infers it, by source_name().
+# In config/: by load(), which finds the other options in it, by shard_degree(), which infers it, by source_name(), by
+# validation_metrics().
 READ_HERE = {
     "job.config_file",
     "parallelism.data_parallel_shard_degree",
     "training.sources.name",
+    "validation.sets.name",
 }
 
 

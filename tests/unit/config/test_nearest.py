@@ -48,7 +48,7 @@ def test_slips_of_typing_are_found(typed: str, meant: str) -> None:
             "experts_implementation",
             "weight_dtype",
         ),
-        *("loss.name", "checkpoint.freq", "lr_scheduler.steps", "optimizer.type", "adam_beta3", "d_model"),
+        *("checkpoint.freq", "lr_scheduler.steps", "optimizer.type", "adam_beta3", "d_model"),
     ],
 )
 def test_a_word_with_another_meaning_gets_no_hint(word: str) -> None:

@@ -32,7 +32,7 @@ def test_an_unknown_family_is_refused_naming_the_nearest(name: str, hint: str) -
     assert hint in str(error.value)
 
 
-@pytest.mark.parametrize(("flavor", "hint"), [("7B", "?"), ("405b", "did you mean 405B?")])
+@pytest.mark.parametrize(("flavor", "hint"), [("7B", "3B, 8B, 70B"), ("405b", "did you mean 405B?")])
 def test_an_unknown_flavour_is_refused_naming_the_nearest(flavor: str, hint: str) -> None:
     with pytest.raises(UserError, match=rf"^model.flavor = '{flavor}': legal for llama3 are debugmodel, 1B") as error:
         build_model("llama3", flavor, "sdpa", 100)

@@ -145,7 +145,7 @@ def test_what_is_named_changes_what_is_held_and_no_bit(mode: str) -> None:
     ("save", "recompute", "message"),
     [
         ("layer.*.up", "", "activation_checkpoint.save = 'layer.*.up': matches no module of a block; legal are names"),
-        ("layers.*.upp", "", "* for any one part; did you mean layers.*.up?"),
+        ("layers.*.dwon", "", "* for any one part; did you mean layers.*.down?"),
         ("", "layers.0.upp", "activation_checkpoint.recompute = 'layers.0.upp': matches no module of a block"),
         ("", "output", "activation_checkpoint.recompute = 'output': matches no module of a block"),
         ("layers.*", "layers.1", "activation_checkpoint.recompute = 'layers.1': activation_checkpoint.save names"),

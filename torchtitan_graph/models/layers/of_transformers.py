@@ -216,6 +216,7 @@ def adapt_block(block: nn.Module, router: tuple[type[nn.Module], int] | None) ->
             module.auxiliary_loss = None  # type: ignore[assignment]
         if len(biases) == len(experts) == 1:
             module.bias_of, module.bias_update_speed = biases[0], 0.0  # type: ignore[assignment]
+            module.chooser = [_chooser(every, biases[0][0])]  # type: ignore[assignment]
     for module in routers if len(routers) == len(experts) else ():
         assert router is not None
         module.forward = partial(_note_logits, module.forward, router[1])
@@ -235,8 +236,15 @@ def correction_bias(experts: nn.Module) -> Tensor | None:
 
 def is_router_trained(experts: nn.Module) -> bool:
     """Return whether what chooses a mixture's experts, by a correction bias, has parameters that take gradients."""
-    module, _ = experts.bias_of  # type: ignore[misc]
-    return any(p.requires_grad for p in module.parameters())
+    return any(p.requires_grad for p in experts.chooser[0].parameters())  # type: ignore[index]
+
+
+def _chooser(every: dict[str, nn.Module], holder: nn.Module) -> nn.Module:
+    """Return the module that chooses experts: the innermost around a correction bias that has parameters."""
+    name = next(name for name, module in every.items() if module is holder)
+    while name and not any(True for _ in every[name].parameters()):
+        name = name.rpartition(".")[0]
+    return every[name]
 
 
 def _note_logits(forward: Callable[..., Any], at: int, *args: Any, **kwargs: Any) -> Any:

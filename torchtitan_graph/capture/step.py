@@ -65,12 +65,12 @@ class SideOutputs(NamedTuple):
     experts  scalars of mixtures of experts: each is already this microbatch's share of a mean over the step
     """
 
-    losses: Mapping[str, Tensor] = MappingProxyType({})
-    state: Mapping[str, Tensor] = MappingProxyType({})
+    losses: Mapping[str, Tensor] = {}  # none is changed; Dynamo can't read a MappingProxyType
+    state: Mapping[str, Tensor] = {}
     ahead: Sequence[Tensor] = ()
     ahead_weight: float = 0.0
     experts: Sequence[Tensor] = ()
-    metrics: Mapping[str, Tensor] = MappingProxyType({})
+    metrics: Mapping[str, Tensor] = {}
 
 
 class StepOutput(NamedTuple):

@@ -1,7 +1,7 @@
 """Construction of training steps from a model, a layout and options.
 
     steps = build_steps(Assembly(model, family, layout, options))
-    loss, state, terms = steps.train(microbatches, num_tokens)   gradients are in `.grad`
+    loss, state, terms, metrics = steps.train(microbatches, num_tokens)   gradients are in `.grad`
 
 The trainer, the checks, the benchmarks and the tests all train through it: as graphs that passes edit, or eagerly.
 """

@@ -207,12 +207,17 @@ class GraphUpdate:
 
 
 def _made_up(gm: GraphModule) -> Numbers:
-    """Return random numbers for inputs other than parameters and buffers; none below 0, like second moments."""
+    """Return random numbers for inputs other than parameters and buffers; none below 0, like second moments.
+
+    The last, the limits, are infinite: a step that is skipped would show nothing.
+    """
     kinds = [slot.kind for slot in signature_of(gm).inputs for _ in range(slot.layout.num_tensors)]
     owners = zip(kinds, gm.graph.find_nodes(op="placeholder"), strict=True)
     values = [node.meta["val"] for kind, node in owners if kind not in ("param", "buffer")]
     generator = torch.Generator().manual_seed(0)
-    return Numbers([torch.rand(x.shape, generator=generator).to(x.device, x.dtype) for x in values])
+    *others, limits = values
+    numbers = [torch.rand(x.shape, generator=generator).to(x.device, x.dtype) for x in others]
+    return Numbers([*numbers, torch.full(limits.shape, torch.inf, dtype=limits.dtype, device=limits.device)])
 
 
 def _check_parts(optimizer: Optimizer) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -511,7 +511,8 @@ def open_validation(blueprint: Blueprint) -> dict[str, tuple[DataLoader, int, st
     """Return a loader of each validation corpus, its number of microbatches and the option that names it, by the name
     of its loss in the metrics."""
     config, table, opened = blueprint.config, blueprint.config.validation, {}
-    for number, (of, metric) in enumerate(zip(table.sets or [None], validation_metrics(config), strict=True)):
+    sets: Sequence[job.ValidationSet | None] = table.sets or [None]
+    for number, (of, metric) in enumerate(zip(sets, validation_metrics(config), strict=True)):
         with naming_set(None if of is None else number):
             corpus = validation_corpus(config, of)
             epochs = 0 if corpus["sources"] else 1  # sources don't end together

@@ -236,7 +236,8 @@ def correction_bias(experts: nn.Module) -> Tensor | None:
 
 def is_router_trained(experts: nn.Module) -> bool:
     """Return whether what chooses a mixture's experts, by a correction bias, has parameters that take gradients."""
-    return any(p.requires_grad for p in experts.chooser[0].parameters())  # type: ignore[index]
+    chooser: list[nn.Module] = experts.chooser  # type: ignore[assignment]
+    return any(p.requires_grad for p in chooser[0].parameters())
 
 
 def _chooser(every: dict[str, nn.Module], holder: nn.Module) -> nn.Module:

@@ -42,6 +42,7 @@ from torchtitan_graph.checkpoint import Checkpointer, best_checkpoint
 from torchtitan_graph.checkpoint.folder import MANIFEST, checksum
 from torchtitan_graph.checkpoint.metadata import METADATA
 from torchtitan_graph.config import dump_toml, job, load
+from torchtitan_graph.data.forms import RowFormat
 from torchtitan_graph.data.open_corpus import open_corpus
 from torchtitan_graph.data.shards import INDEX as SHARDS_INDEX
 from torchtitan_graph.data.shards import write_shards
@@ -90,7 +91,7 @@ def _text(content: str | bytes, name: str = "file") -> Callable[[Path], Path]:
 
 def _read_corpus(path: Path) -> None:
     for split in ("train", "all"):
-        corpus = open_corpus("", str(path), split, 0, tokenizer=ByteTokenizer())
+        corpus = open_corpus("", str(path), split, 0, RowFormat(ByteTokenizer()))
         for number, _ in enumerate(corpus.documents(0, 0, 0)):
             if number == 200:
                 break

@@ -72,7 +72,7 @@ def run(line: str, folder: Path) -> str:
 @pytest.mark.timeout(900)  # a dozen processes, one after another
 def test_a_tiny_model_is_fine_tuned_and_taken_away(folder: Path) -> None:
     blocks = re.findall(r"^```bash\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    lines = [line for block in blocks for line in block.splitlines()]
+    lines = [line for block in blocks for line in re.sub(r" *\\\n *", " ", block).splitlines()]  # one line a command
     losses, outputs = [], {}
     for line in lines:
         if line.endswith("--chat"):

@@ -73,8 +73,8 @@ class ChatTemplate:
         if "default" not in self._templates:
             raise UserError(
                 f"{tokenizer.folder}: has no chat template: no chat_template.jinja, and no chat_template in"
-                " tokenizer_config.json. Name a file with one in training.chat_template, or the folder of an instruct"
-                " model in model.hf_assets_path"
+                " tokenizer_config.json. Write one there; for training, name a file with one in training.chat_template,"
+                " or the folder of an instruct model in model.hf_assets_path"
             )
         self.digest = f"{sorted(self._templates.items())} {date}"
 

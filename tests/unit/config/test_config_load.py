@@ -70,6 +70,8 @@ def test_nested_tables_and_lists() -> None:
     config = load(["--training.dataloader.num_workers", "2", "--compile.disable_passes", "cleanup, rematerialize"])
     assert config.training.dataloader.num_workers == 2
     assert config.compile.disable_passes == ["cleanup", "rematerialize"]
+    assert load(["--model.freeze", '["norm", "layers.[01].*"]']).model.freeze == ["norm", "layers.[01].*"]  # as in TOML
+    assert load(["--model.freeze", "[ab]*, norm"]).model.freeze == ["[ab]*", "norm"]
     assert load(["--compile.regions="]).compile.regions == []
 
 

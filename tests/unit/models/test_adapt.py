@@ -179,8 +179,11 @@ def test_what_does_not_go_together_is_refused(words: list[str], message: str) ->
 
 
 def test_options_without_effect_are_said() -> None:
-    notices = check(load(["--model.lora.alpha", "4", "--checkpoint.initial_load_adapter", "a"]), 1)
-    assert len([line for line in notices if "there are no adapters while model.lora.rank is 0" in line]) == 2
+    (notice,) = check(load(["--model.lora.alpha", "4"]), 1)
+    assert "there are no adapters while model.lora.rank is 0" in notice
+    words = ["--checkpoint.initial_load_adapter", "a", "--checkpoint.last_save_adapter"]
+    with pytest.raises(UserError, match="(?s)load_adapter = 'a': there are no adapters.*save_adapter = true: there are"):
+        check(load(words), 1)
 
 
 def test_llama3_has_no_plan_of_its_own_without_adapters() -> None:

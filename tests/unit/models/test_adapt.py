@@ -182,7 +182,9 @@ def test_options_without_effect_are_said() -> None:
     (notice,) = check(load(["--model.lora.alpha", "4"]), 1)
     assert "there are no adapters while model.lora.rank is 0" in notice
     words = ["--checkpoint.initial_load_adapter", "a", "--checkpoint.last_save_adapter"]
-    with pytest.raises(UserError, match="(?s)load_adapter = 'a': there are no adapters.*save_adapter = true: there are"):
+    with pytest.raises(
+        UserError, match="(?s)load_adapter = 'a': there are no adapters.*save_adapter = true: there are"
+    ):
         check(load(words), 1)
 
 

@@ -81,7 +81,7 @@ def _checkpoint(where: Path, step: str) -> Path:
     found = step_folder(folder, int(step))
     if not found.is_dir():
         there = sorted(int(number) for path in folder.glob("step-*") if (number := path.name[5:]).isdecimal())
-        hint = f"; there is {listed([f'step-{number}' for number in there], 10)}" if there else ""
+        hint = f"; there are {listed([f'step-{number}' for number in there], 10)}" if there else ""
         raise UserError(f"--step {step}: there is no {found}{hint}")
     return found
 

@@ -12,7 +12,7 @@ import numpy as np
 from torchtitan_graph.data.document import Tokens
 from torchtitan_graph.data.tokenizer import FileTokenizer, Tokenizer
 from torchtitan_graph.data.tokenizer_json import read_templates
-from torchtitan_graph.errors import UserError
+from torchtitan_graph.errors import UserError, listed
 from torchtitan_graph.log import logger
 from torchtitan_graph.patience import refuse_unreadable
 from torchtitan_graph.small_files import read_small
@@ -275,7 +275,7 @@ def _message(message: Any, where: str) -> dict[str, Any]:
     if "content" in message:
         message["content"] = _text_of(message["content"], where)
     elif "tool_calls" not in message and not (message.keys() & {"thinking", "reasoning_content", "reasoning"}):
-        raise UserError(f"{where}: has no content")
+        raise UserError(f"{where}: has no content; its keys are {listed(list(map(str, message)))}")
     return message
 
 

@@ -230,7 +230,7 @@ class WholeLane(Lane):
     def _what_is_empty(self) -> str:
         return (
             f"have nothing to learn within training.seq_len = {self._packing.seq_len} tokens, such as a turn of the"
-            " assistant; python -m torchtitan_graph.data shows what is learned"
+            " assistant; python -m torchtitan_graph.data with --training.loss_on all shows them"
         )
 
     def _begin_epoch(self) -> bool:

@@ -215,7 +215,7 @@ def test_the_day_must_be_named_where_a_template_writes_it(folder, tmp_path):
         (["hi"], "message 1: is 'hi'; a message is such as"),
         ([{"content": "x"}], "role is null; legal are system"),
         ([{"role": "asistant", "content": "x"}], "did you mean assistant"),
-        ([{"role": "user"}], "message 1: has no content"),
+        ([{"role": "user"}], "message 1: has no content; its keys are role"),
         ([{"role": "user", "content": 5}], "content is 5"),
         ([{"role": "user", "content": [{"type": "image", "url": "x"}]}], "a part of its content is 'image'"),
         ([{"from": "alien", "value": "x"}], "from is none of human"),

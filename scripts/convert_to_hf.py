@@ -7,7 +7,7 @@ import torch
 
 from torchtitan_graph.checkpoint import load_model, newest_below
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.log import init_logging
+from torchtitan_graph.log import init_logging, logger
 from torchtitan_graph.models.hf import allocate, new_model, save_adapter, save_weights
 from torchtitan_graph.open_model import describe
 from torchtitan_graph.optim import AVERAGE
@@ -46,6 +46,7 @@ def main() -> None:
             save_adapter(model, family, options.out, base=str(assets or "") or None)
         else:
             save_weights(model, family, options.out, assets=assets)
+        logger.info(f"saved {options.out}")
     except UserError as error:
         parser.exit(2, f"{error}\n")  # without the usage: the command was not wrong
     except OSError as error:

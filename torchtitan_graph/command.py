@@ -10,13 +10,27 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+from torchtitan_graph.config.nearest import did_you_mean
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import init_logging, logger
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser that names the option a mistyped one means."""
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        found, others = self.parse_known_args(args, namespace)
+        if others:
+            word = others[0].partition("=")[0]
+            own = [name for name in self._option_string_actions if name.startswith("--")]
+            is_option = word.startswith("--")
+            self.error(f"{word} is not an option{did_you_mean(word, own)}" if is_option else f"{word}: unexpected")
+        return found
+
+
 def make_parser(doc: str | None, **others: Any) -> argparse.ArgumentParser:
     """Return a parser whose help begins with a module's docstring, as it stands there."""
-    return argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, **others)
+    return _Parser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, **others)
 
 
 def command(main: Callable[[Sequence[str]], int]) -> Callable[..., int]:

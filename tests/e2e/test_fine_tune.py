@@ -52,6 +52,7 @@ def folder(tmp_path: Path) -> Path:
     config = transformers.LlamaConfig(
         vocab_size=tokenizer.get_vocab_size(), hidden_size=64, intermediate_size=128, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, bos_token_id=0, eos_token_id=3, head_dim=16,
+        initializer_range=0.2,  # adapters can't lift the logits of a smaller output layer far: the loss has a floor
     )  # fmt: skip
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
     tokenizer.save(str(tmp_path / "model" / "tokenizer.json"))
@@ -69,10 +70,11 @@ def run(line: str, folder: Path) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT reads it
 @pytest.mark.timeout(900)  # a dozen processes, one after another
 def test_a_tiny_model_is_fine_tuned_and_taken_away(folder: Path) -> None:
     blocks = re.findall(r"^```bash\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    lines = [line for block in blocks for line in block.splitlines()]
+    lines = [line for block in blocks for line in re.sub(r" *\\\n *", " ", block).splitlines()]  # one line a command
     losses, outputs = [], {}
     for line in lines:
         if line.endswith("--chat"):
@@ -95,8 +97,6 @@ def test_a_tiny_model_is_fine_tuned_and_taken_away(folder: Path) -> None:
     asked = [{"role": "user", "content": "now pour some tea"}]
     ids = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     generated = theirs.generate(**ids, max_new_tokens=16, do_sample=False)[0, ids["input_ids"].shape[1] :]
-    prompt = tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
-    (folder / "prompts.jsonl").write_text(json.dumps({"prompt": prompt}))
     peft = pytest.importorskip("peft")
     base = transformers.AutoModelForCausalLM.from_pretrained(folder / "model")
     adapted = peft.PeftModel.from_pretrained(base, checkpoint / "step-60-adapter")
@@ -106,4 +106,5 @@ def test_a_tiny_model_is_fine_tuned_and_taken_away(folder: Path) -> None:
     chat_lora = run(
         f"printf 'now pour some tea\\n' | python -m torchtitan_graph.generate {checkpoint}/step-60-hf --chat", folder
     )
-    assert tokenizer.decode(generated, skip_special_tokens=True).strip() in chat_lora
+    answer = tokenizer.decode(generated, skip_special_tokens=True).strip()
+    assert len(answer) > 10 and answer in chat_lora

@@ -1,10 +1,12 @@
-"""How commands that print end."""
+"""How commands that print end, and what they say of words that they do not know."""
 
 import signal
 import subprocess
 import sys
 
 import pytest
+
+from torchtitan_graph.command import make_parser
 
 MANY = "print('x\\n' * 10**6) or 0"
 
@@ -26,3 +28,22 @@ def test_a_reader_that_has_gone_and_ctrl_c_end_it_without_a_traceback(main: str,
         process.stdout.close()
         assert process.stderr.read() == b""
     assert process.returncode == code
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--temprature", "1"], "--temprature is not an option; did you mean --temperature?"),
+        (["--x=1"], "--x is not an option\n"),
+        (["a", "b"], "b: unexpected"),
+    ],
+)
+def test_a_word_that_no_parser_knows_is_answered(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser = make_parser(None)
+    parser.add_argument("--temperature")
+    parser.add_argument("one", nargs="?")
+    with pytest.raises(SystemExit):
+        parser.parse_args(words)
+    assert message in capsys.readouterr().err

@@ -267,6 +267,10 @@ def _experts(config: JobConfig, world_size: int) -> Iterator[Problem]:
 def _adapters(config: JobConfig) -> Iterator[Problem]:
     model = config.model
     if not model.lora.rank:
+        for key in ("initial_load_adapter", "last_save_adapter"):
+            if getattr(config.checkpoint, key):
+                why = "there are no adapters while model.lora.rank is 0: set it, or remove this"
+                yield Problem(f"checkpoint.{key}", why)
         return
     if model.freeze:
         yield Problem("model.freeze", "with model.lora.rank all but the adapters is frozen; remove it")
@@ -416,8 +420,6 @@ def _notices(config: JobConfig) -> Iterator[Problem]:
     if not config.model.lora.rank:
         of_lora = [key for key in OPTIONS if key.startswith("model.lora.")]
         yield from unused(config, "there are no adapters while model.lora.rank is 0", *of_lora)
-        adapters = ("checkpoint.initial_load_adapter", "checkpoint.last_save_adapter")
-        yield from unused(config, "there are no adapters while model.lora.rank is 0", *adapters)
     total_steps, steps = config.lr_scheduler.total_steps, config.training.steps
     if total_steps is not None and total_steps < steps:
         yield Problem(

@@ -105,8 +105,8 @@ class Option:
     def parse(self, text: str) -> Any:
         """Check a value given as text on the command line.
 
-        Lists are separated by commas, inner lists by semicolons, or written as in TOML, [["a", "b"], ["c"]]; so are
-        tables, and arrays of tables.
+        Lists are separated by commas, inner lists by semicolons, or written as in TOML, ["a", "b"] or [["a", "b"],
+        ["c"]]; so are tables, and arrays of tables.
 
         Raises:
             UserError: the text is not a legal value; the message says what is.
@@ -121,16 +121,16 @@ class Option:
                 value = self.kind(text)
             except ValueError:
                 raise UserError(f"must be {self.legal()}") from None
-        elif self.kind == list[str]:
+        elif self.kind == list[str] and not text.startswith(('["', "['")):
             value = _split(text, ",")
         elif self.kind == list[list[str]] and not text.startswith("[["):
             value = [_split(part, ",") for part in _split(text, ";")]
-        elif self.row is not None or self.kind in (dict[str, Any], list[list[str]]):
+        elif self.row is not None or self.kind in (dict[str, Any], list[str], list[list[str]]):
             try:
                 value = parse_toml(f"value = {text}", "")["value"] if text else type(self.default)()
             except BadFile:
                 example = "[{key = value, ...}, ...]" if self.row is not None else "{key = value, ...}"
-                example = "a,b;c" if self.kind == list[list[str]] else example
+                example = {list[str]: "a,b", list[list[str]]: "a,b;c"}.get(self.kind, example)
                 raise UserError(f"must be {self.legal()}; on the command line '{example}'") from None
         return self.accept(value)
 

@@ -149,7 +149,8 @@ def _unknown(key: str) -> str:
     if key.startswith("no_") and (flag := f"{table}.{name}") in OPTIONS and is_flag(flag):
         return f"is not an option; did you mean --{table}.no-{name}?"
     if known := NAMES_ELSEWHERE.get(key) or (NAMES_ELSEWHERE.get(name) if name not in GENERIC else None):
-        return f"is not an option; see {known}"
+        of_table = f"{table}.{known.rpartition('.')[2]}"
+        return f"is not an option; see {of_table if of_table in OPTIONS else known}"
     if (ours := f"{TABLES_ELSEWHERE.get(table, table)}.{name}") in OPTIONS:
         return f"is not an option; did you mean {ours}?"
     near = nearest(key, [*NAMES, *TABLES] if "." not in key else NAMES)

@@ -341,7 +341,7 @@ NAMES_ELSEWHERE = {
         "model.attn": "attn_implementation attn_impl attention_backend flash_attn flash_attention flex_attention"
         " use_flash_attn use_flash_attention sdp_attention xformers_attention",
         "model.freeze": "freeze_layers frozen_modules unfrozen_parameters freeze_trainable_layers training.freeze",
-        "model.lora.rank": "lora_r lora_rank peft_rank adapter peft use_peft use_lora",
+        "model.lora.rank": "lora_r lora_rank lora.r model.lora.r peft_rank adapter peft use_peft use_lora",
         "model.lora.alpha": "lora_alpha",
         "model.lora.targets": "target_modules lora_target_modules lora_target",
         "model.converters": "fp8 use_fp8",

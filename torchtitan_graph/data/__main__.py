@@ -100,6 +100,9 @@ def read_rows(data: DataLoader, most: int) -> tuple[list[list[Document]], int]:
 
 def summary(rows: list[list[Document]], room: int, data: DataLoader, is_all: bool) -> list[str]:
     """Return the counts of rows, a line each."""
+    if not rows:
+        none = "rows: 0; no document has anything to learn within training.seq_len; --training.loss_on all shows them"
+        return [none, *in_words(data.counts)]
     lengths = [len(document.ids) for row in rows for document in row]
     targets = sum(sum(document.is_target) for row in rows for document in row)
     tokens = sum(lengths)

@@ -12,7 +12,7 @@ import numpy as np
 from torchtitan_graph.data.document import Tokens
 from torchtitan_graph.data.tokenizer import FileTokenizer, Tokenizer
 from torchtitan_graph.data.tokenizer_json import read_templates
-from torchtitan_graph.errors import UserError
+from torchtitan_graph.errors import UserError, listed
 from torchtitan_graph.log import logger
 from torchtitan_graph.patience import refuse_unreadable
 from torchtitan_graph.small_files import read_small
@@ -73,8 +73,8 @@ class ChatTemplate:
         if "default" not in self._templates:
             raise UserError(
                 f"{tokenizer.folder}: has no chat template: no chat_template.jinja, and no chat_template in"
-                " tokenizer_config.json. Name a file with one in training.chat_template, or the folder of an instruct"
-                " model in model.hf_assets_path"
+                " tokenizer_config.json. Write one there; for training, name a file with one in training.chat_template,"
+                " or the folder of an instruct model in model.hf_assets_path"
             )
         self.digest = f"{sorted(self._templates.items())} {date}"
 
@@ -85,6 +85,7 @@ class ChatTemplate:
         """
         self._warn_of_special_tokens(messages)
         text, tagged = self.render(messages, tools)
+        self._warn_of_calls_left_out(messages, text)
         ids, spans = self._tokenizer.encode_marked(text)
         is_target = np.zeros(len(ids), bool)
         if loss_on == "all":
@@ -208,6 +209,18 @@ class ChatTemplate:
                     " transformers. Take it out where text is meant"
                 )
 
+    def _warn_of_calls_left_out(self, messages: Sequence[dict[str, Any]], text: str) -> None:
+        """Warn of a template that doesn't write the calls of tools: the model would learn to say nothing there."""
+        calls = [message["tool_calls"] for message in messages if isinstance(message.get("tool_calls"), list)]
+        for call in itertools.chain(*calls):
+            function = call.get("function", call) if isinstance(call, Mapping) else None
+            name = function.get("name") if isinstance(function, Mapping) else None
+            if isinstance(name, str) and name not in text:
+                self._warn(
+                    "the chat template does not write tool_calls: what the assistant calls is left out, and not"
+                    " learned. Name a template that does in training.chat_template"
+                )
+
     def _pieces(self, text: str) -> list[str]:
         """Split a text into its special tokens and what is between them."""
         if not self._tokenizer.special_tokens:
@@ -263,10 +276,11 @@ def _message(message: Any, where: str) -> dict[str, Any]:
         raise UserError(f'{where}: is {_said(message)}; a message is such as {{"role": "user", "content": "..."}}')
     message = {key: value for key, value in message.items() if value is not None}
     if "role" not in message and "from" in message:
-        role = _ROLES.get(str(message.pop("from")).lower())
+        sender = message.pop("from")
+        role = _ROLES.get(str(sender).lower())
         message = {"role": role, "content": message.pop("value", None), **message}
         if role is None:
-            raise UserError(f"{where}: from is none of {', '.join(_ROLES)}")
+            raise UserError(f"{where}: from is {_said(sender)}; legal are {', '.join(_ROLES)}")
     role = message.get("role")
     if not isinstance(role, str) or role not in _KNOWN_ROLES:
         near = difflib.get_close_matches(str(role), _KNOWN_ROLES, n=1)
@@ -275,7 +289,7 @@ def _message(message: Any, where: str) -> dict[str, Any]:
     if "content" in message:
         message["content"] = _text_of(message["content"], where)
     elif "tool_calls" not in message and not (message.keys() & {"thinking", "reasoning_content", "reasoning"}):
-        raise UserError(f"{where}: has no content")
+        raise UserError(f"{where}: has no content; its keys are {listed(list(map(str, message)))}")
     return message
 
 

@@ -82,7 +82,7 @@ class RowFormat:
                     raise UserError(
                         f"{place}: no text under the key 'text'; there is {there}. Text, messages, conversations, or"
                         " prompt and completion are found by themselves; name another column in training.columns,"
-                        " such as {text = 'content'}"
+                        " such as {text = 'content'}, or {prompt = 'question', completion = 'answer'}"
                     )
                 hint = did_you_mean(name, columns, f"; there is {there}")
                 raise UserError(f"{place}: training.columns: {part} = {name!r} is no column of it{hint}")

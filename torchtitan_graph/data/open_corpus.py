@@ -202,6 +202,8 @@ def _open_path(path: Path, reading: RowFormat) -> Source:
         return JsonLines(path, reading)
     if path.suffix == ".parquet":
         return open_parquet(path, reading)
+    if path.suffix.lower() in (".csv", ".tsv"):
+        logger.warning(f"{path}: is read as text, not as a table; for its columns convert it to JSON lines or Parquet")
     return TextPieces(path, reading.skip_not_utf8)
 
 

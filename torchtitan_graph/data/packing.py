@@ -168,12 +168,15 @@ class Lane:
     def _refuse_empty(self) -> None:
         """Raise if the corpus, which repeats without end, has nothing to repeat."""
         if self._packing.epochs == 0:
-            empty = f"The {self._num_empty:,} that were read are empty, or have no target that fits into a row"
+            empty = f"The {self._num_empty:,} that were read {self._what_is_empty()}"
             why = empty if self._num_empty else "It has too few documents"
             raise UserError(
                 f"training.dataset: lane {self._number} of {self._corpus.num_lanes} got no document with text in"
-                f" {_EMPTY_EPOCHS} epochs. {why}: take a corpus with more text"
+                f" {_EMPTY_EPOCHS} epochs. {why}. Take a corpus with more text"
             )
+
+    def _what_is_empty(self) -> str:
+        return "are empty, or have no target that fits into a row"
 
     def _next_with_tokens(self) -> tuple[int, list[int] | np.ndarray] | None:
         """Return the number and the ids of the epoch's next document that has any."""
@@ -223,6 +226,12 @@ class WholeLane(Lane):
         row, offset = self.cursor.row, self.cursor.offset
         self.cursor = self.cursor._replace(row=row + 1, offset=offset + 1)
         return [(ids, _labels(ids, is_target)) for ids, is_target in self._window[offset]]
+
+    def _what_is_empty(self) -> str:
+        return (
+            f"have nothing to learn within training.seq_len = {self._packing.seq_len} tokens, such as a turn of the"
+            " assistant; python -m torchtitan_graph.data with --training.loss_on all shows them"
+        )
 
     def _begin_epoch(self) -> bool:
         begins = super()._begin_epoch()

@@ -31,7 +31,9 @@ _MOST_NAMED = 10
 _LONGEST_CHARACTER = 4  # bytes of UTF-8
 _LONGEST_LINE = 128 * 2**20
 _PACKED = {"gzip": b"\x1f\x8b\x08", "zstd": b"\x28\xb5\x2f\xfd", "xz": b"\xfd7zXZ\0", "zip": b"PK\3\4"}
-_ONE_PER_LINE = 'JSON lines have one object on each line, such as {"text": "..."}'
+_ONE_PER_LINE = (
+    'JSON lines have one object on each line, such as {"text": "..."}; jq -c \'.[]\' FILE writes those of a JSON array'
+)
 _UTF8_HINT = "Convert text of another encoding to UTF-8; training.skip_not_utf8 = true leaves such documents out"
 
 

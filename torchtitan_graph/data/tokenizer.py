@@ -57,10 +57,10 @@ def load_tokenizer(path: str | None, special_tokens_in_text: bool = False) -> To
         if file.is_dir():
             file = file / "tokenizer.json"
         is_there = file.exists()
-    if not is_there and not Path(path).suffix and not find_assets(path).exists():
+    if not is_there and Path(path).suffix != ".json" and not find_assets(path).exists():
         raise UserError(
             f"model.hf_assets_path = {path!r}: there is no such folder. Models of the hub are not downloaded: do that"
-            " first, and name the folder"
+            " first (hf download OWNER/NAME --local-dir DIR), and name the folder"
         )
     if not is_there:
         raise UserError(

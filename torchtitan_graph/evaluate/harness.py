@@ -38,7 +38,13 @@ def open_tasks(names: str, include_path: Path | None) -> dict[str, Any]:
     if unknown := [name for name in wanted if name not in manager.all_tasks]:
         known = did_you_mean(unknown[0], manager.all_tasks)
         raise UserError(f"--lm_eval {names}: there is no task {unknown[0]}{known}; --include_path DIR adds your own")
-    tasks = manager.load(wanted)["tasks"]
+    try:
+        tasks = manager.load(wanted)["tasks"]
+    except OSError as error:  # datasets' errors of the network, and of files that are not there, are such
+        raise UserError(
+            f"--lm_eval {names}: its data can't be read: {error}. Fetch it once where there is a network, or name"
+            " tasks whose data are local files by --include_path"
+        ) from error
     if writing := sorted(name for name, task in tasks.items() if task.OUTPUT_TYPE == "generate_until"):
         raise UserError(
             f"--lm_eval {','.join(writing)}: asks the model to generate text, and only tasks of likelihoods can be "

@@ -13,7 +13,7 @@ from torchtitan_graph.config import JobConfig, load
 from torchtitan_graph.config.job import OPTIONS, is_set, put
 from torchtitan_graph.config.resolve import COMMAND_LINE
 from torchtitan_graph.data.tokenizer import find_assets
-from torchtitan_graph.errors import UserError
+from torchtitan_graph.errors import UserError, listed
 
 # Options of a run that say how it trained, not what it computes. An evaluation has its own, from the command line.
 _OF_TRAINING = (
@@ -80,7 +80,9 @@ def _checkpoint(where: Path, step: str) -> Path:
         raise UserError(f"--step {step}: must be newest, best or a number")
     found = step_folder(folder, int(step))
     if not found.is_dir():
-        raise UserError(f"--step {step}: there is no {found}")
+        there = sorted(int(number) for path in folder.glob("step-*") if (number := path.name[5:]).isdecimal())
+        hint = f"; there are {listed([f'step-{number}' for number in there], 10)}" if there else ""
+        raise UserError(f"--step {step}: there is no {found}{hint}")
     return found
 
 

@@ -70,6 +70,8 @@ def test_nested_tables_and_lists() -> None:
     config = load(["--training.dataloader.num_workers", "2", "--compile.disable_passes", "cleanup, rematerialize"])
     assert config.training.dataloader.num_workers == 2
     assert config.compile.disable_passes == ["cleanup", "rematerialize"]
+    assert load(["--model.freeze", '["norm", "layers.[01].*"]']).model.freeze == ["norm", "layers.[01].*"]  # as in TOML
+    assert load(["--model.freeze", "[ab]*, norm"]).model.freeze == ["[ab]*", "norm"]
     assert load(["--compile.regions="]).compile.regions == []
 
 
@@ -164,6 +166,10 @@ def test_error_names_file_key_value_legal_and_nearest(tmp_path: Path, line: str,
         ),
         (["--activation_checkpoint.selective_ac_option", "9" * 10], "activation_checkpoint.selective_ac_option ="),
         (["--steps", "10"], "steps = '10': is not an option; see training.steps"),
+        (
+            ["--validation.max_seq_length", "9"],
+            "validation.max_seq_length = '9': is not an option; see validation.seq_len",
+        ),
         (["--train.steps", "10"], "train.steps = '10': is not an option; did you mean training.steps?"),
         (["--eval.seq_len", "10"], "eval.seq_len = '10': is not an option; did you mean validation.seq_len?"),
         (["--lr=1"], "lr = '1': is not an option; did you mean optimizer.lr?"),

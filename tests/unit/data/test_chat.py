@@ -215,10 +215,10 @@ def test_the_day_must_be_named_where_a_template_writes_it(folder, tmp_path):
         (["hi"], "message 1: is 'hi'; a message is such as"),
         ([{"content": "x"}], "role is null; legal are system"),
         ([{"role": "asistant", "content": "x"}], "did you mean assistant"),
-        ([{"role": "user"}], "message 1: has no content"),
+        ([{"role": "user"}], "message 1: has no content; its keys are role"),
         ([{"role": "user", "content": 5}], "content is 5"),
         ([{"role": "user", "content": [{"type": "image", "url": "x"}]}], "a part of its content is 'image'"),
-        ([{"from": "alien", "value": "x"}], "from is none of human"),
+        ([{"from": "alien", "value": "x"}], "from is 'alien'; legal are human"),
         ([{"from": "human", "value": None}], "content is null"),
     ],
 )
@@ -258,6 +258,16 @@ def test_a_tokenizer_s_own_template_is_found(folder, tmp_path, kind):
     assert template.render(messages)[0] == "<|im_start|>user\na<|im_end|>\n"
     with_tools = "tools " if kind == "list" else ""
     assert template.render(messages, [{"name": "x"}])[0].startswith(with_tools + "<|im_start|>")
+
+
+@pytest.mark.parametrize("writes", [True, False])
+def test_a_template_that_leaves_out_calls_is_warned_of(make_template, caplog, writes):
+    calls = "{{ message.tool_calls | tojson if message.tool_calls }}" if writes else ""
+    template = make_template(CHATML.replace("<|im_end|>", f"{calls}<|im_end|>"))
+    call = {"type": "function", "function": {"name": "weather", "arguments": {"day": 1}}}
+    asked = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    template.tokens(asked, None, "all", skip=False)
+    assert ("does not write tool_calls" in caplog.text) is not writes
 
 
 def test_bytes_and_folders_without_a_template_are_refused(folder):

@@ -36,3 +36,10 @@ def test_options_of_training_count_and_a_typo_is_refused(words, capsys):
     assert main([*words, "--training.too_long", "drop"]) == 0
     assert "dropped, as longer than it: " in capsys.readouterr().out
     assert main([*words, "--training.too_lang", "drop"]) == 2
+
+
+def test_a_corpus_with_nothing_to_learn_is_counted(words, tmp_path, capsys):
+    (tmp_path / "sums.jsonl").write_text('{"prompt": "a prompt of more than 32 bytes:  ", "completion": "x"}\n' * 40)
+    assert main(words) == 0
+    shown = capsys.readouterr().out
+    assert "rows: 0; no document has anything to learn" in shown and "left out, with nothing to learn: 38" in shown

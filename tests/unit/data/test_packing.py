@@ -248,7 +248,7 @@ def test_conversations_that_do_not_fit_are_counted_once(too_long, expected):
 def test_conversations_that_do_not_fit_may_be_refused():
     with pytest.raises(UserError, match="has 12 tokens, more than training.seq_len = 10.*training.too_long"):
         whole_lane([12, 4], too_long="refuse").next_row()
-    with pytest.raises(UserError, match="have no target that fits"):
+    with pytest.raises(UserError, match="The 34 that were read have nothing to learn within training.seq_len = 10"):
         whole_lane([1, 1], epochs=0).next_row()
     lane = whole_lane([30, 4])
     lane.next_row()  # whose ten tokens have no target: they are left out

@@ -94,6 +94,8 @@ def test_special_tokens_that_are_not_there(tmp_path, config, message):
 def test_unreadable_files(tmp_path):
     with pytest.raises(UserError, match="model.hf_assets_path = .*there is no tokenizer.json"):
         load_tokenizer(str(tmp_path))
+    with pytest.raises(UserError, match="there is no such folder. Models of the hub are not downloaded"):
+        load_tokenizer("meta-llama/Llama-3.2-1B")
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(UserError, match="not a tokenizer.json"):
         load_tokenizer(str(tmp_path))

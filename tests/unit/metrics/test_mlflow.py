@@ -28,7 +28,7 @@ def run(start_step, steps):
     with Metrics(config, folder, rank=0, total_steps=steps, start_step=start_step) as logs:
         logs.start_step()
         logs.end_step(start_step + 1, loss=1.5, grad_norm=0.25, lr=1e-3, tokens_seen=100, data_loading_s=0.5)
-        logs.log_validation(start_step + 1, 3.0)
+        logs.log_validation(start_step + 1, {"validation_loss": 3.0})
         if steps == 30:
             raise RuntimeError
 

@@ -228,7 +228,8 @@ def error_of(folder: Path, **attributes: object) -> str:
 def test_everything_that_is_wrong_is_listed_in_one_error(folder: Path) -> None:
     rewrite(folder, {"model.0.scale": None, "model.1.experts.3.down.weight": torch.zeros(F, D + 1), "z": torch.ones(1)})
     lines = error_of(folder).splitlines()
-    assert lines[0] == f"{folder} is of another model:"
+    no_config = "it has no config.json; the model is that of model.name and model.flavor"
+    assert lines[0] == f"{folder} is of another model ({no_config}):"
     assert [line.strip() for line in lines[1:]] == [
         "missing: model.0.scale",
         "unknown: z",

@@ -81,8 +81,9 @@ def _file_names(path: Path, single: str) -> list[str]:
     if os.path.isfile(path / single):  # false for a name that is too long, too
         return [single]
     if not os.path.isfile(path / INDEX):
-        patterns = ("*.bin", "*.pt", "*.pth") if os.path.isdir(path) else ()
-        pickles = sorted(file.name for pattern in patterns for file in path.glob(pattern))
+        if not os.path.isdir(path):
+            raise UserError(f"{path} holds neither {single} nor {INDEX}: there is no such folder")
+        pickles = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in path.glob(pattern))
         why = f"; {', '.join(pickles[:3])} are pickles, which can run code: convert them first" if pickles else ""
         raise UserError(f"{path} holds neither {single} nor {INDEX}{why}")
     names = small_files.read_json(path / INDEX, _Index)["weight_map"]

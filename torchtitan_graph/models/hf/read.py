@@ -123,7 +123,9 @@ def check_tensors(
             problems.append(f"{name}: {folder.dtype(name)}, quantized in a way that is unknown here")
     if problems:
         more = f"\n  ... and {len(problems) - 20} more" if len(problems) > 20 else ""
-        raise UserError(f"{folder.path} is of another model:\n  " + "\n  ".join(problems[:20]) + more)
+        has_config = any((Path(folder.path) / name).is_file() for name in ("config.json", "adapter_config.json"))
+        why = "" if has_config else " (it has no config.json; the model is that of model.name and model.flavor)"
+        raise UserError(f"{folder.path} is of another model{why}:\n  " + "\n  ".join(problems[:20]) + more)
     return unknown
 
 

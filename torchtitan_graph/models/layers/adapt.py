@@ -95,7 +95,8 @@ def add_adapters(model: Decoder, family: ModuleType, options: job.Lora) -> None:
     candidates = [*layers, *stacks]
     if not candidates:
         raise UserError(f"model.lora.rank = {rank}: the blocks of this model have no linear layer; set it to 0")
-    kind = "linear layer of a block"
+    leaves = dict.fromkeys(name.rpartition(".")[2] for name in candidates)
+    kind = f"linear layer of a block ({', '.join(leaves)})"
     chosen = set().union(*(find(_TARGETS, pattern, candidates, kind) for pattern in options.targets))
     if narrow := [n for n in layers if n in chosen and rank > min(layers[n].weight.shape)]:
         sizes = [f"{name} is {' x '.join(map(str, layers[name].weight.shape))}" for name in narrow]

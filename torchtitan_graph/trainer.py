@@ -114,6 +114,9 @@ class Trainer:
             self.planned = ""  # the forecast of its memory, in words; "" in eager mode
             self.steps = self._build_steps()
             initialize(self.model, blueprint.seed, self.device)
+            if blueprint.reference is not None:
+                blueprint.reference.load()
+                logger.info(f"loaded the reference model of {blueprint.reference.path}, which is not trained")
             self.optimizer = build_optimizer(self.model, config.optimizer, in_part=blueprint.dims.pp > 1)
             self.lr_scheduler = build_lr_scheduler(self.optimizer, config.lr_scheduler, config.training.steps)
             decay = config.optimizer.ema_decay

@@ -361,6 +361,16 @@ class Training:
         "Columns that are read, where they have other names: text; messages and tools; or prompt and completion, as in"
         " {prompt = 'question', completion = 'answer'}.",
     )
+    step: str | None = option(
+        None,
+        "What a step computes, in place of the forward pass and [loss], in validation too: the dotted name of a"
+        " function of your own, (model, batch, **options) -> the sum of the loss over this rank's targets, or a pair of"
+        " it and a dict of sums to log. torchtitan_graph.goals.dpo: direct preference optimisation;"
+        " torchtitan_graph.goals.distillation: from a teacher.",
+        pattern=_DOTTED,
+        means="a dotted name, such as my_package.my_step, of a function that is imported",
+    )
+    step_options: dict[str, Any] = option({}, "Options of that function, such as {beta = 0.1}.")
     loss_on: str = option(
         "assistant",
         "Tokens of conversations and completions that are learned. assistant: what the assistant says, with the token"
@@ -443,6 +453,17 @@ class Training:
         " they are gathered, reduced gradients back, and the optimizer steps on the host. Without effect on a CPU.",
     )
     dataloader: DataLoader = field(default_factory=DataLoader)
+
+
+@dataclass
+class Reference:
+    """A frozen model beside the trained one, for training.step: run forward only, and in no checkpoint."""
+
+    path: str | None = option(
+        None,
+        "Hugging Face folder of the model, whose weights are read whenever the run starts; its vocabulary is as large as"
+        " the trained model's, and all else may differ. Not set: there is none.",
+    )
 
 
 @dataclass
@@ -905,6 +926,7 @@ class JobConfig:
     optimizer: Optimizer = field(default_factory=Optimizer)
     lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
     training: Training = field(default_factory=Training)
+    reference: Reference = field(default_factory=Reference)
     parallelism: Parallelism = field(default_factory=Parallelism)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)

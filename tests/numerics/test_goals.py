@@ -8,6 +8,7 @@ from matrix import (
     FP64,
     FSDP2,
     FSDP2_TP2,
+    LAYOUTS,
     ONE,
     TP2,
     Cell,
@@ -45,7 +46,8 @@ def off(cell: Cell) -> list[str]:
 
 
 def cells(dims: ParallelDims, **more):
-    return [pytest.param(Cell(dims, num_steps=3, **kind, **more), id=f"{dims}, {name}") for name, kind in KINDS.items()]
+    layout = next((name for name, each in LAYOUTS.items() if each == dims), "CP-2")
+    return [pytest.param(Cell(dims, num_steps=3, **kind, **more), id=f"{layout}, {name}") for name, kind in KINDS.items()]
 
 
 @pytest.mark.parametrize("cell", [*cells(ONE), *cells(FSDP2, precision=BF16), *cells(TP2), *cells(FSDP2_TP2)])

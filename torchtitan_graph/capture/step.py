@@ -130,9 +130,11 @@ class _Head:
         return self._labels[ahead]
 
 
-def _forward(model: nn.Module, loss: Loss, batch: Inputs, masks: Any, num_tokens: Tensor) -> StepOutput:
+def _forward(
+    model: nn.Module, loss: Loss, batch: Inputs, masks: Any, num_tokens: Tensor, under_fsdp: bool = False
+) -> StepOutput:
     if isinstance(loss, OwnStep):
-        return _forward_own(model, loss, batch, masks, num_tokens)
+        return _forward_own(model, loss, batch, masks, num_tokens, under_fsdp)
     head = _Head(model, loss, batch, num_tokens)
     returned = model(batch.tokens_BL, batch.positions_BL, masks, side_outputs=True, **head.given)
     result, side = checked(model, returned)
@@ -143,18 +145,24 @@ def _forward(model: nn.Module, loss: Loss, batch: Inputs, masks: Any, num_tokens
     return StepOutput(_sum(terms), {**side.state, **_named(terms), **_metrics(model, batch, side, head.metrics)})
 
 
-def _forward_own(model: nn.Module, own: OwnStep, batch: Inputs, masks: Any, num_tokens: Tensor) -> StepOutput:
+def _forward_own(
+    model: nn.Module, own: OwnStep, batch: Inputs, masks: Any, num_tokens: Tensor, under_fsdp: bool
+) -> StepOutput:
     """Run the user's step; to its loss are added the side losses of each call of the trained model with gradients."""
+    # FSDP2 wants no view as a model's result; tensor parallelism's whole logits are one.
+    projects = takes_loss(model) and under_fsdp
+    given = {"loss": lambda output, x, ahead: output(x).clone()} if projects else {}
 
     def run(of_call: Inputs, own_masks: Any) -> tuple[Tensor, SideOutputs]:
-        return checked(model, model(of_call.tokens_BL, of_call.positions_BL, own_masks, side_outputs=True))
+        rows = of_call.tokens_BL, of_call.positions_BL, own_masks
+        return checked(model, model(*rows, side_outputs=True, **given))
 
-    given = StepModel(own, model, masks, run)
-    loss, sums = own.sums(given, batch)
+    step_model = StepModel(own, model, masks, run)
+    loss, sums = own.sums(step_model, batch)
     terms: dict[str, list[Tensor]] = {STEP: [loss / num_tokens]}
     state: dict[str, Tensor] = {}
     metrics = {METRIC + name: _wide(x / num_tokens) for name, x in _checked_names(sums, "training.step").items()}
-    for side in given.side_outputs:
+    for side in step_model.side_outputs:
         if side.ahead:
             raise UserError(
                 f"training.step = {own.name!r}: not with layers that predict further tokens, whose losses are cross"
@@ -601,7 +609,7 @@ def make_eager_step(model: nn.Module, loss: Loss) -> Callable[[Inputs, Any, Tens
     slots = _slots(model)
 
     def step(batch: Inputs, masks: Any, num_tokens: Tensor) -> StepOutput:
-        value, state, *_ = _forward(model, loss, batch, masks, num_tokens)
+        value, state, *_ = _forward(model, loss, batch, masks, num_tokens, under_fsdp=True)
         value.backward()
         for name, slot in slots.items():
             state[name], slot.grad = _slot_value(slot, slot.grad), None

@@ -44,8 +44,8 @@ from torchtitan_graph.steps import (
     step_options,
 )
 from torchtitan_graph.steps.fingerprint import fingerprint
-from torchtitan_graph.steps.reference import Reference, new_reference
 from torchtitan_graph.steps.precompiled import Precompiled, open_precompiled, steps_to_data
+from torchtitan_graph.steps.reference import Reference, new_reference
 
 
 class Blueprint:
@@ -106,7 +106,8 @@ class Blueprint:
             if self.reference is not None:
                 with _named(f"reference.path = {config.reference.path!r}"):
                     check_reference(config, self.model, self.reference, self.dims)
-            check_own_step(self.options.own_step, self.family, self.model, self.reference, config)
+            if not_checked := check_own_step(self.options.own_step, self.family, self.model, self.reference):
+                logger.warning(not_checked)
         check_optimizer(self.model, config.optimizer)
         self.samples = Samples(config.samples, self.model, self.tokenizer) if config.samples.prompts else None
         self.dump_folder = Path(config.job.dump_folder)

@@ -53,8 +53,8 @@ def _is_sum(x: Any) -> bool:
 
 
 class StepModel:
-    """The argument `model` of a user's step. Each call takes a batch, whose tokens may have been replaced by others, and
-    returns whole logits (B, L, V).
+    """The argument `model` of a user's step. Each call takes a batch, whose tokens may be others, and returns whole
+    logits (B, L, V).
 
     Args:
         run: function of the trained model's batch and masks: its logits, and its side outputs, which are collected.
@@ -98,8 +98,8 @@ class StepModel:
         """Return the logits of the reference model; they have no gradient."""
         if self._own.reference is None:
             raise UserError(
-                f"training.step = {self._own.name!r}: needs a frozen model beside the trained one; name its Hugging Face"
-                " folder in reference.path"
+                f"training.step = {self._own.name!r}: needs a frozen model beside the trained one; name its Hugging"
+                " Face folder in reference.path"
             )
         with torch.no_grad():
             return self._own.reference(batch.tokens_BL, batch.positions_BL, self._masks_of_reference)  # type: ignore[no-any-return]

@@ -175,7 +175,6 @@ def _forward_own(
     return StepOutput(_sum(terms), {**state, **_named(terms), **metrics})
 
 
-
 def checked(model: nn.Module, returned: Any) -> tuple[Tensor, SideOutputs]:
     """Return a model's results, after a check of their types; raise a UserError for others."""
     is_pair = isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], SideOutputs)
@@ -227,9 +226,7 @@ def _terms(model: nn.Module, batch: Inputs, side: SideOutputs) -> dict[str, list
     return {name: [x] for name, x in means.items()} | ({EXPERTS: list(side.experts)} if side.experts else {})
 
 
-def _metrics(
-    model: nn.Module, batch: Inputs, side: SideOutputs, of_loss: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
+def _metrics(model: nn.Module, batch: Inputs, side: SideOutputs, of_loss: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return a microbatch's metrics, of the model and of the loss, as state.
 
     Raises:
@@ -498,7 +495,7 @@ def _run_stage(model: nn.Module, stage: StageModules, batch: Inputs, masks: Any,
 
 def trace_stage_step(
     model: nn.Module,
-    loss: Loss,
+    loss: Callable[..., Any],
     stage: StageModules,
     arguments: tuple[Any, ...],
     *,
@@ -513,7 +510,13 @@ def trace_stage_step(
 
 
 def trace_stage_evaluation(
-    model: nn.Module, loss: Loss, stage: StageModules, arguments: tuple[Any, ...], *, device: Any, capture: Capture
+    model: nn.Module,
+    loss: Callable[..., Any],
+    stage: StageModules,
+    arguments: tuple[Any, ...],
+    *,
+    device: Any,
+    capture: Capture,
 ) -> TracedResult:
     """Trace a pipeline stage's `step(batch, masks, num_tokens, x)`: y, for the last stage the loss."""
 

@@ -313,7 +313,7 @@ class DataSource:
 
     dataset: str | None = option(None, "As training.dataset.")
     dataset_path: str | None = option(None, "As training.dataset_path.")
-    format: str | None = option(None, "As training.format.", choices=("text", "chat", "completion"))
+    format: str | None = option(None, "As training.format.", choices=("text", "chat", "completion", "preference"))
     columns: dict[str, Any] = option({}, "As training.columns.")
     weight: float = option(1.0, "Its share of the rows, relative to the other weights.", minimum=0)
     name: str | None = option(None, "Its name in the metrics; not set: the last part of dataset_path, or dataset.")
@@ -353,13 +353,14 @@ class Training:
     format: str | None = option(
         None,
         "What a row of JSON lines or a table is. text: a document; chat: messages, rendered by the tokenizer's chat"
-        " template; completion: a prompt and its completion. Not set: the columns tell.",
-        choices=("text", "chat", "completion"),
+        " template; completion: a prompt and its completion; preference: a prompt with a chosen and a rejected answer,"
+        " for training.step. Not set: the columns tell, but for preference.",
+        choices=("text", "chat", "completion", "preference"),
     )
     columns: dict[str, Any] = option(
         {},
-        "Columns that are read, where they have other names: text; messages and tools; or prompt and completion, as in"
-        " {prompt = 'question', completion = 'answer'}.",
+        "Columns that are read, where they have other names: text; messages and tools; prompt and completion, as in"
+        " {prompt = 'question', completion = 'answer'}; or prompt, chosen and rejected.",
     )
     step: str | None = option(
         None,
@@ -385,8 +386,8 @@ class Training:
     )
     too_long: str = option(
         "cut",
-        "What becomes of a conversation or completion longer than seq_len. cut: its first seq_len tokens are kept;"
-        " drop: none are; refuse: an error.",
+        "What becomes of a conversation or completion longer than seq_len, or of a pair with an answer longer than half"
+        " of it. cut: its first tokens are kept; drop: none are; refuse: an error.",
         choices=("cut", "drop", "refuse"),
     )
     chat_template: str | None = option(
@@ -461,8 +462,8 @@ class Reference:
 
     path: str | None = option(
         None,
-        "Hugging Face folder of the model, whose weights are read whenever the run starts; its vocabulary is as large as"
-        " the trained model's, and all else may differ. Not set: there is none.",
+        "Hugging Face folder of the model, whose weights are read whenever the run starts; its vocabulary is as large"
+        " as the trained model's, and all else may differ. Not set: there is none.",
     )
 
 

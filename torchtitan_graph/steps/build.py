@@ -123,8 +123,7 @@ class Steps:
         if self.flops is None:
             return None
         of_batches = (
-            self.flops.of(self._visible_pairs(batch), batch.tokens_BL.shape[1] / self.seq_len)
-            for batch in microbatches
+            self.flops.of(self._visible_pairs(batch), batch.tokens_BL.shape[1] / self.seq_len) for batch in microbatches
         )
         return self.layout.mean_over_stages(sum(of_batches))
 

@@ -50,9 +50,10 @@ def of_this_rank(
         reference: a model beside this one, whose masks are added.
     """
     L, device = whole.tokens_BL.shape[1], whole.tokens_BL.device
+    places_L: Tensor | None = None
     if layout.degree(CP) == 1:
         read = on_host if on_host is not None and model.attn == "varlen" else whole
-        rows = read.documents_BL, read.positions_BL, None, device
+        rows = read.documents_BL, read.positions_BL, places_L, device
         return whole, {**model.masks(*rows), **masks_beside(model, reference, *rows)}
     places_L = places_of(layout.rank(CP), L, layout.degree(CP), device)
     rows = whole.documents_BL, whole.positions_BL, places_L, device
@@ -76,7 +77,9 @@ def example_inputs(assembly: Assembly, rows: tuple[int, int]) -> tuple[Batch, An
         documents = torch.arange(rows[1]).div(block_length(rows[1], cp), rounding_mode="floor").expand(rows)
     on_host = Batch(tokens, labels, positions, documents)
     batch = on_host.to(options.target.device)
-    return *of_this_rank(batch, model, layout, on_host, reference), torch.tensor(num_tokens, device=options.target.device)
+    return *of_this_rank(batch, model, layout, on_host, reference), torch.tensor(
+        num_tokens, device=options.target.device
+    )
 
 
 def numbers_of(example: Any, layout: Layout) -> Numbers:

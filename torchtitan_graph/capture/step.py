@@ -452,7 +452,7 @@ def _evaluate_own(model: nn.Module, own: OwnStep, batch: Inputs, masks: Any, num
 
 
 def make_stage_step(
-    model: nn.Module, loss: Callable[..., Any], stage: StageModules, sum_in: torch.dtype | None = None
+    model: nn.Module, loss: Loss, stage: StageModules, sum_in: torch.dtype | None = None
 ) -> Callable[..., Any]:
     """Return a pipeline stage's `step(batch, masks, num_tokens, x, dy) -> (y, loss, dx, gradients by name, state)`, to
     be traced.
@@ -460,6 +460,8 @@ def make_stage_step(
     x is the previous stage's activation and dx its gradient: None in the first stage. y is this stage's activation and
     dy its gradient: None in the last. The loss is this stage's part of it, None if there is none.
     """
+
+    assert not isinstance(loss, OwnStep), "it runs whole models"
 
     def forward(batch: Inputs, masks: Any, num_tokens: Tensor, x: Tensor | None) -> Any:
         head = _Head(model, loss, batch, num_tokens)
@@ -495,7 +497,7 @@ def _run_stage(model: nn.Module, stage: StageModules, batch: Inputs, masks: Any,
 
 def trace_stage_step(
     model: nn.Module,
-    loss: Callable[..., Any],
+    loss: Loss,
     stage: StageModules,
     arguments: tuple[Any, ...],
     *,
@@ -511,7 +513,7 @@ def trace_stage_step(
 
 def trace_stage_evaluation(
     model: nn.Module,
-    loss: Callable[..., Any],
+    loss: Loss,
     stage: StageModules,
     arguments: tuple[Any, ...],
     *,
@@ -519,6 +521,7 @@ def trace_stage_evaluation(
     capture: Capture,
 ) -> TracedResult:
     """Trace a pipeline stage's `step(batch, masks, num_tokens, x)`: y, for the last stage the loss."""
+    assert not isinstance(loss, OwnStep), "it runs whole models"
 
     def step(batch: Inputs, masks: Any, num_tokens: Tensor, x: Tensor | None) -> Tensor:
         with torch.no_grad():  # no decorator: Dynamo would begin in torch's own function

@@ -78,10 +78,10 @@ def check_own_loss(name: str, function: Callable[..., Any], vocab_size: int, seq
                 )
 
 
-def check_own_step(step: NamedStep, family: ModuleType, model: Decoder, reference: Reference | None) -> None:
+def check_own_step(step: NamedStep, family: ModuleType, model: Decoder, reference: Reference | None) -> str | None:
     """Check that the user's step returns for some rows the sum of what it returns for their halves, with the same
-    gradients; on tiny models of the families of
-    the trained model and of its reference.
+    gradients: on tiny models of the families of the trained model and of its reference. Return why that was not
+    checked, if it was not.
 
     Raises:
         UserError: it does not, with what to change, or does not return sums, or needs what there is not.

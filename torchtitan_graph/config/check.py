@@ -46,6 +46,7 @@ _DEGREES = (  # that multiply to the number of processes
 _PP, _CP, _TP, _EP, _ETP = (
     f"parallelism.{axis}_parallel_degree" for axis in ("pipeline", "context", "tensor", "expert", "expert_tensor")
 )
+DPO = "torchtitan_graph.goals.dpo"
 _PARTS = "parallelism.module_fqns_per_model_part"
 # What makes a run another run, where it changes between a start and a resume; job.allow_changed names exceptions.
 RUN_DEFINING = (
@@ -341,6 +342,8 @@ def _step(config: JobConfig) -> Iterator[Problem]:
 def _preferences(config: JobConfig) -> Iterator[Problem]:
     """Yield what preferences don't go together with."""
     training, key = config.training, "training.format"
+    if training.step == DPO and training.format != "preference":
+        yield Problem("training.step", "compares the two answers of preferences; set training.format = preference")
     formats = {source.format for source in training.sources if source.format is not None}
     if training.format != "preference":
         if "preference" in formats:
@@ -353,8 +356,7 @@ def _preferences(config: JobConfig) -> Iterator[Problem]:
     if training.step is None:
         yield Problem(
             key,
-            "preferences are learned by a step that compares two answers; set training.step ="
-            " torchtitan_graph.goals.dpo",
+            f"preferences are learned by a step that compares two answers; set training.step = {DPO}",
         )
     if config.parallelism.context_parallel_degree > 1:
         yield Problem(

@@ -93,7 +93,7 @@ def check_own_step(step: NamedStep, family: ModuleType, model: Decoder, referenc
         trained = _tiny(family, model.config, **changes)
         if model.lora.rank:
             add_adapters(trained, family, job.Lora(rank=2))
-            _fill(trained)
+            _fill(trained.double())
         frozen = None if reference is None else _tiny(reference.family, reference.model.config, seed=1, **changes)
     except Exception as error:  # of a family that can't be made small
         return f"{option}: whether it depends on how rows are cut was not checked: {type(error).__name__}: {error}"

@@ -130,7 +130,8 @@ class Blueprint:
 
     def fingerprint(self) -> dict[str, str]:
         """Return the fingerprint of this job's graphs."""
-        return fingerprint(self.config, self.model, self.dims, self.options)
+        reference = None if self.reference is None else self.reference.model
+        return fingerprint(self.config, self.model, self.dims, self.options, reference)
 
     def _open_precompiled(self) -> Precompiled:
         file = f" --job.config_file {self.config.job.config_file}" if self.config.job.config_file else ""

@@ -117,7 +117,8 @@ class Trainer:
             initialize(self.model, blueprint.seed, self.device)
             if blueprint.reference is not None:
                 blueprint.reference.load()
-                logger.info(f"loaded the reference model of {blueprint.reference.path}, which is not trained")
+                number = sum(p.numel() for p in blueprint.reference.model.parameters())
+                logger.info(f"loaded the reference model of {blueprint.reference.path}: {number:,} parameters, frozen")
             self.optimizer = build_optimizer(self.model, config.optimizer, in_part=blueprint.dims.pp > 1)
             self.lr_scheduler = build_lr_scheduler(self.optimizer, config.lr_scheduler, config.training.steps)
             decay = config.optimizer.ema_decay

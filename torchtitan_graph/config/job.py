@@ -369,7 +369,7 @@ class Training:
         " it and a dict of sums to log. torchtitan_graph.goals.dpo: direct preference optimisation;"
         " torchtitan_graph.goals.distillation: from a teacher.",
         pattern=_DOTTED,
-        means="a dotted name, such as my_package.my_step, of a function that is imported",
+        means="a dotted name, such as my_package.my_step, of a function that is imported (training.steps is a number)",
     )
     step_options: dict[str, Any] = option({}, "Options of that function, such as {beta = 0.1}.")
     loss_on: str = option(

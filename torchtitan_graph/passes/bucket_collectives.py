@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import operator
 from collections.abc import Sequence
 
@@ -32,11 +33,14 @@ def bucket_collectives(gm: GraphModule, buckets: Sequence[Sequence[str]]) -> Gra
     place = {name: i for names in buckets for i, name in enumerate(names)}
     order = {node: i for i, node in enumerate(gm.graph.nodes)}
     gathers: dict[tuple, list[Node]] = {}
+    number = collections.Counter[tuple]()  # of a parameter's gathers: a block may be called several times
     merged: dict[tuple, dict[str, Reduction]] = {}
     for node in gm.graph.nodes:
         if node.target is c10d.all_gather_into_tensor.default and meta.role(node) == meta.GATHER:
-            name = meta.param(node) or ""
-            gathers.setdefault((bucket_of[name], meta.phase(node), value(node).dtype, node.args[1:]), []).append(node)
+            name, phase = meta.param(node) or "", meta.phase(node)
+            number[name, phase] += 1
+            together = (bucket_of[name], phase, number[name, phase], value(node).dtype, node.args[1:])
+            gathers.setdefault(together, []).append(node)
     for name, reduction in reductions(gm).items():
         sends = [node for node in reduction.nodes if node.target in _REDUCTIONS]
         if sends:

@@ -23,7 +23,8 @@ def distillation(
         alpha: weight of the teacher's part, from 0 to 1.
         temperature: divides the logits of both; T**2 keeps the gradients' size.
     """
-    student_TV, teacher_TV = (_wide(x_BLV.flatten(0, 1)) for x_BLV in (model(batch), model.reference(batch)))
+    # The teacher is first: nothing is kept for backward yet.
+    teacher_TV, student_TV = (_wide(x_BLV.flatten(0, 1)) for x_BLV in (model.reference(batch), model(batch)))
     labels_T = batch.labels_BL.flatten()
     entropy = F.cross_entropy(student_TV, labels_T, ignore_index=IGNORE_INDEX, reduction="sum")
     log_q_TV, log_p_TV = ((x_TV / temperature).log_softmax(-1) for x_TV in (student_TV, teacher_TV))

@@ -25,7 +25,8 @@ def dpo(model: Any, batch: Any, *, beta: float = 0.1, label_smoothing: float = 0
         label_smoothing: the share of pairs whose two answers are taken to be swapped (conservative DPO).
     """
     before = model.without_adapters if model.has_adapters and not model.has_reference else model.reference
-    rewards_BP2 = beta * (log_probabilities(model(batch), batch) - log_probabilities(before(batch), batch))
+    reference_BP2 = log_probabilities(before(batch), batch)  # first: nothing is kept for backward yet
+    rewards_BP2 = beta * (log_probabilities(model(batch), batch) - reference_BP2)
     chosen_BP, rejected_BP = rewards_BP2.unbind(-1)
     margin_BP, is_pair_BP = chosen_BP - rejected_BP, pairs_of(batch)
 

@@ -33,13 +33,18 @@ def bucket_collectives(gm: GraphModule, buckets: Sequence[Sequence[str]]) -> Gra
     place = {name: i for names in buckets for i, name in enumerate(names)}
     order = {node: i for i, node in enumerate(gm.graph.nodes)}
     gathers: dict[tuple, list[Node]] = {}
-    number = collections.Counter[tuple]()  # of a parameter's gathers: a block may be called several times
+    number = collections.Counter[tuple]()  # of a bucket's calls: a parameter that is gathered again begins another
+    seen: dict[tuple, set[str]] = {}
     merged: dict[tuple, dict[str, Reduction]] = {}
     for node in gm.graph.nodes:
         if node.target is c10d.all_gather_into_tensor.default and meta.role(node) == meta.GATHER:
             name, phase = meta.param(node) or "", meta.phase(node)
-            number[name, phase] += 1
-            together = (bucket_of[name], phase, number[name, phase], value(node).dtype, node.args[1:])
+            bucket = bucket_of[name], phase
+            if name in seen.setdefault(bucket, set()):
+                number[bucket] += 1
+                seen[bucket].clear()
+            seen[bucket].add(name)
+            together = (*bucket, number[bucket], value(node).dtype, node.args[1:])
             gathers.setdefault(together, []).append(node)
     for name, reduction in reductions(gm).items():
         sends = [node for node in reduction.nodes if node.target in _REDUCTIONS]

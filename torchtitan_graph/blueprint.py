@@ -106,7 +106,8 @@ class Blueprint:
             if self.reference is not None:
                 with _named(f"reference.path = {config.reference.path!r}"):
                     check_reference(config, self.model, self.reference, self.dims)
-            if not_checked := check_own_step(self.options.own_step, self.family, self.model, self.reference):
+            given = self.options.own_step, self.family, self.model, self.reference, self.dims.cp
+            if not_checked := check_own_step(*given):
                 logger.warning(not_checked)
         check_optimizer(self.model, config.optimizer)
         self.samples = Samples(config.samples, self.model, self.tokenizer) if config.samples.prompts else None

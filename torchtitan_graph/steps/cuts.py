@@ -78,7 +78,9 @@ def check_own_loss(name: str, function: Callable[..., Any], vocab_size: int, seq
                 )
 
 
-def check_own_step(step: NamedStep, family: ModuleType, model: Decoder, reference: Reference | None) -> str | None:
+def check_own_step(
+    step: NamedStep, family: ModuleType, model: Decoder, reference: Reference | None, cp: int = 1
+) -> str | None:
     """Check that the user's step returns for some rows the sum of what it returns for their halves, with the same
     gradients: on tiny models of the families of the trained model and of its reference. Return why that was not
     checked, if it was not.
@@ -137,7 +139,51 @@ def check_own_step(step: NamedStep, family: ModuleType, model: Decoder, referenc
                 f" {' + '.join(f'{float(x):.6g}' for x in values)} for their two halves."
                 f" {_remedy(value, values, batch, _HALVES)}; {PAGE}"
             )
+    if cp > 1:
+        _check_parts_of_rows(own, batch, vocab_size)
     return None
+
+
+class _GivenLogits:
+    """What a step is given as `model`, with logits that are given."""
+
+    def __init__(self, own: OwnStep, logits_3BLV: Tensor) -> None:
+        self.has_adapters, self.has_reference = own.adapters_off is not None, own.reference is not None
+        self._trained, self._plain, self._reference = logits_3BLV
+
+    def __call__(self, batch: Batch) -> Tensor:
+        return self._trained
+
+    def without_adapters(self, batch: Batch) -> Tensor:
+        return self._plain.detach()
+
+    def reference(self, batch: Batch) -> Tensor:
+        return self._reference.detach()
+
+
+def _check_parts_of_rows(own: OwnStep, batch: Batch, vocab_size: int) -> None:
+    """Check that a step of given logits of whole rows is the sum of those of the rows' halves.
+
+    Raises:
+        UserError: it is not.
+    """
+    shape = 3, *batch.tokens_BL.shape, vocab_size
+    leaf = torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).requires_grad_()
+
+    def of(tokens: slice) -> tuple[Tensor, Tensor]:
+        part = slice(None), tokens
+        loss, _ = own.sums(_GivenLogits(own, leaf[:, :, tokens]), _part(batch, part))  # type: ignore[arg-type]
+        return loss.detach(), _gradient(loss, [leaf])[0]
+
+    half = batch.tokens_BL.shape[1] // 2
+    (value, gradient), *halves = of(slice(None)), of(slice(0, half)), of(slice(half, None))
+    if _differ(value, [x for x, _ in halves]) or _far(gradient, sum(g for _, g in halves)):  # type: ignore[arg-type]
+        raise UserError(
+            f"training.step = {own.name!r}: the loss depends on how rows are divided among context parallel's ranks: it"
+            f" is {float(value):.6g} for whole rows, and {' + '.join(f'{float(x):.6g}' for x, _ in halves)} for their"
+            " halves; use another axis, such as parallelism.tensor_parallel_degree, or return a sum in which each"
+            f" target's number depends on its own logits alone; {PAGE}"
+        )
 
 
 def check_terms(name: str, family: ModuleType, config: Any) -> str | None:

@@ -34,9 +34,9 @@ def tiny(family: Any = llama3, lora: int = 0, seed: int = 0, **changes: Any) -> 
     return model
 
 
-def check(function: Any, lora: int = 0, reference: Any = None) -> str | None:
+def check(function: Any, lora: int = 0, reference: Any = None, cp: int = 1) -> str | None:
     beside = None if reference is None else Reference(tiny(reference), reference, None)  # type: ignore[arg-type]
-    return check_own_step(NamedStep("my.step", function), llama3, tiny(lora=lora), beside)
+    return check_own_step(NamedStep("my.step", function), llama3, tiny(lora=lora), beside, cp)
 
 
 def cross_entropy(model: Any, batch: Any, reduction: str = "sum") -> Any:
@@ -72,6 +72,13 @@ def test_sums_pass(function: Any, options: dict[str, Any]) -> None:
 def test_what_is_no_sum_or_needs_what_there_is_not_is_refused(function: Any, what: str) -> None:
     with pytest.raises(UserError, match=f"my.step.*{what}"):
         check(function)
+
+
+def test_sums_over_documents_are_refused_only_where_ranks_share_a_row() -> None:
+    assert check(distillation, reference=qwen3, cp=2) is None
+    assert check(dpo, lora=2) is None
+    with pytest.raises(UserError, match="my.step.*context parallel's ranks"):
+        check(dpo, lora=2, cp=2)
 
 
 def test_a_step_that_fails_on_a_small_vocabulary_is_reported_not_refused() -> None:

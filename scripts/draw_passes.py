@@ -30,6 +30,9 @@ from torchtitan_graph.torch_private.distributed import init_fake_process_group
 FSDP2 = Cell(ParallelDims(dp_shard=2), BF16, changes=(("num_layers", 1),))
 # For passes that have nothing to do in that graph. Two blocks, so that one is gathered before the other.
 CELLS = {
+    "gather_each_call": dataclasses.replace(
+        FSDP2, own_step="torchtitan_graph.goals.dpo", lora=(("rank", 4),), changes=(("num_layers", 2),)
+    ),
     "overlap_context": dataclasses.replace(FSDP2, dims=ParallelDims(cp=2)),
     "overlap_collectives": dataclasses.replace(FSDP2, changes=(("num_layers", 2),)),
     "overlap_products": dataclasses.replace(FSDP2, dims=ParallelDims(tp=2), async_tp=True),

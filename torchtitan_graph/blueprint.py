@@ -36,6 +36,8 @@ from torchtitan_graph.steps import (
     Steps,
     bind_graphs,
     build_graphs,
+    check_own_step,
+    check_reference,
     check_steps,
     rewrite_steps,
     rows_per_microbatch,
@@ -43,6 +45,7 @@ from torchtitan_graph.steps import (
 )
 from torchtitan_graph.steps.fingerprint import fingerprint
 from torchtitan_graph.steps.precompiled import Precompiled, open_precompiled, steps_to_data
+from torchtitan_graph.steps.reference import Reference, new_reference
 
 
 class Blueprint:
@@ -89,6 +92,7 @@ class Blueprint:
                 f"{path} is not there, and a dry run needs no tokenizer: {config.model.name} {config.model.flavor} has "
                 f"its own vocabulary of {self.model.config.vocab_size}"
             )
+        self.reference = self._reference()
         self.options = step_options(config, self.model, self.num_microbatches, self.target)
         if config.compile.precompiled is not None:
             self.options = dataclasses.replace(self.options, precompiled=self._open_precompiled())
@@ -98,6 +102,13 @@ class Blueprint:
             call_hierarchy=config.compile.record_call_hierarchy,
         )
         check_steps(config, self.model, self.family, self.dims, self.options)
+        if self.options.own_step is not None:
+            if self.reference is not None:
+                with _named(f"reference.path = {config.reference.path!r}"):
+                    check_reference(config, self.model, self.reference, self.dims)
+            given = self.options.own_step, self.family, self.model, self.reference, self.dims.cp
+            if not_checked := check_own_step(*given):
+                logger.warning(not_checked)
         check_optimizer(self.model, config.optimizer)
         self.samples = Samples(config.samples, self.model, self.tokenizer) if config.samples.prompts else None
         self.dump_folder = Path(config.job.dump_folder)
@@ -108,11 +119,20 @@ class Blueprint:
     def assembly(self) -> Assembly:
         """All that this rank's steps are built from."""
         layout = self.dims.layout(self.target.device.type)
-        return Assembly(self.model, self.family, layout, self.options, self.capture)
+        return Assembly(self.model, self.family, layout, self.options, self.capture, self.reference)
+
+    def _reference(self) -> Reference | None:
+        """Return the frozen model of `reference.path`, on meta, None without one."""
+        path = self.config.reference.path
+        if path is None:
+            return None
+        with _named(f"reference.path = {path!r}"):
+            return new_reference(Path(path), self.config.model.attn)
 
     def fingerprint(self) -> dict[str, str]:
         """Return the fingerprint of this job's graphs."""
-        return fingerprint(self.config, self.model, self.dims, self.options)
+        reference = None if self.reference is None else self.reference.model
+        return fingerprint(self.config, self.model, self.dims, self.options, reference)
 
     def _open_precompiled(self) -> Precompiled:
         file = f" --job.config_file {self.config.job.config_file}" if self.config.job.config_file else ""
@@ -123,6 +143,9 @@ class Blueprint:
 
     def _check_what_is_loaded(self) -> None:
         config = self.config.checkpoint
+        if self.reference is not None:
+            with _named(f"reference.path = {self.config.reference.path!r}"):
+                self.reference.check_weights()
         folder = self.dump_folder / CHECKPOINTS
         check_choice(folder, config, self.config.training.steps)
         if config.initial_load_in_hf and is_new_run(folder, config):

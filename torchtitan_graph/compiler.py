@@ -32,6 +32,7 @@ from torchtitan_graph.passes.cleanup import cleanup
 from torchtitan_graph.passes.cleanup_update import cleanup_update
 from torchtitan_graph.passes.compile_regions import Regions, compile_regions
 from torchtitan_graph.passes.fill_waits import fill_waits
+from torchtitan_graph.passes.gather_each_call import gather_each_call
 from torchtitan_graph.passes.merge_equal import merge_equal
 from torchtitan_graph.passes.mixed_precision import mixed_precision
 from torchtitan_graph.passes.offload_activations import offload_activations
@@ -110,6 +111,7 @@ def passes(plan: PassPlan, extra: Sequence[Extra] = ()) -> list[Pass]:
         Pass("shard_params", partial(shard_params, storages=plan.storages), required=True),
         Pass("mixed_precision", partial(mixed_precision, storages=plan.storages), required=True),
         Pass("rest_on_host", partial(rest_on_host, storages=plan.storages), required=True),
+        Pass("gather_each_call", partial(gather_each_call, blocks=plan.blocks, reshard=plan.reshard)),
         Pass("merge_equal", merge_equal),
         Pass("tag_resharding", partial(tag_resharding, blocks=plan.blocks, reshard=plan.reshard)),
         Pass("tag_recomputation", partial(tag_recomputation, blocks=plan.blocks, recompute=plan.recompute)),

@@ -159,7 +159,7 @@ def forecast(assembly: Assembly, graphs: Graphs, optimizer: job.Optimizer, stage
     held = dict(at_all_times)
     if on_host:
         on_host[GRADIENTS] = trained_bytes(graphs.storages.values())  # all are there, or none
-    axes, visible = layout.axes_by_group, model.visible_in_one_document(options.rows[1])
+    axes, visible = layout.axes_by_group, assembly.visible_in_one_document(options.rows[1])
     costs = dataclasses.replace(assembly.costs, visible=visible)
     time = time_once = Estimate(0.0, {}, {})
     sent: dict[tuple[str, str], Traffic] = {}

@@ -105,6 +105,7 @@ class Trainer:
                 self.device,
                 num_microbatches=blueprint.num_microbatches,
                 rows_per_step=blueprint.rows_per_step,
+                in_pairs=config.training.format == "preference",
             )
             self._log_model()
             self.model_table = model_table(
@@ -114,6 +115,10 @@ class Trainer:
             self.planned = ""  # the forecast of its memory, in words; "" in eager mode
             self.steps = self._build_steps()
             initialize(self.model, blueprint.seed, self.device)
+            if blueprint.reference is not None:
+                blueprint.reference.load()
+                number = sum(p.numel() for p in blueprint.reference.model.parameters())
+                logger.info(f"loaded the reference model of {blueprint.reference.path}: {number:,} parameters, frozen")
             self.optimizer = build_optimizer(self.model, config.optimizer, in_part=blueprint.dims.pp > 1)
             self.lr_scheduler = build_lr_scheduler(self.optimizer, config.lr_scheduler, config.training.steps)
             decay = config.optimizer.ema_decay
@@ -245,7 +250,7 @@ class Trainer:
         if batches is None:
             return False
         with metrics.watch_work(self.step + 1):
-            loss, state, terms, own_metrics = self.steps.train(batches.on_device, batches.num_tokens, batches.on_host)
+            loss, state, terms, own_metrics = self.steps.train(batches.on_device, batches.divisor, batches.on_host)
         limits = self._limits(loss)
         grad_norm = self.update.clip(loss, limits)
         reading = self._begin_to_read(loss, grad_norm, batches.num_tokens, limits)
@@ -345,14 +350,15 @@ class Trainer:
     def _validate(self, data: DataLoader, most: int, option: str) -> Tensor:
         """Return the mean loss per target of a corpus, or of its first `most` microbatches."""
         rows = self.config.validation.local_batch_size * self.blueprint.dims.data
-        feed = Feed(data.rewind(), self.layout, self.device, rows_per_step=rows, most=most)
+        in_pairs = self.config.training.format == "preference"
+        feed = Feed(data.rewind(), self.layout, self.device, rows_per_step=rows, most=most, in_pairs=in_pairs)
         totals = torch.zeros(2, dtype=torch.float64, device=self.device)  # sums of losses, and of targets
         batch = feed.next()
         if batch is None:
             raise UserError(f"{option}: its validation split holds no document with text")
         while batch is not None:
             loss = self.layout.sum_over_data(self.steps.evaluate(batch.on_device[0], batch.on_host[0]).double())
-            totals += torch.stack([loss, batch.num_tokens.double()])
+            totals += torch.stack([loss, batch.divisor.double()])
             batch = feed.next()
         return totals[0] / totals[1]
 

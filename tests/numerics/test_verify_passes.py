@@ -151,6 +151,10 @@ SPOILED = {
     "shard_params": (faults.drop_one_reduction, Cell(FSDP2, FP32)),
     "mixed_precision": (faults.cast_one_parameter_too_narrow, Cell(FSDP2, BF16)),
     "rest_on_host": (faults.fetch_another, Cell(FSDP2, BF16, cpu_offload=True)),
+    "gather_each_call": (
+        faults.wait_for_another,
+        Cell(FSDP2, BF16, own_step="torchtitan_graph.goals.dpo", lora=(("rank", 4),)),
+    ),
     "merge_equal": (faults.merge_unequal, Cell(ONE, FP32)),
     "rematerialize": (faults.recompute_another, Cell(ONE, FP32)),
     "bucket_collectives": (faults.swap_two_parts_of_a_bucket, Cell(FSDP2, BF16)),

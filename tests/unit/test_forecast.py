@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torchtitan_graph import device as devices
 from torchtitan_graph.analysis import keeping
 from torchtitan_graph.blueprint import Blueprint
-from torchtitan_graph.check.matrix import BF16, NUM_ROWS, SEQ_LEN, Cell, build_model
+from torchtitan_graph.check.matrix import BF16, NUM_ROWS, SEQ_LEN, Cell, build_model, build_reference
 from torchtitan_graph.config import job, load
 from torchtitan_graph.device import GIB
 from torchtitan_graph.errors import UserError
@@ -60,8 +60,28 @@ def of(
         if name.startswith(frozen):
             parameter.requires_grad_(False)
     options = dataclasses.replace(cell.options("graph"), eval_rows=eval_rows)
-    assembly = Assembly(model, load_family(cell.family), layout, options)
+    assembly = Assembly(model, load_family(cell.family), layout, options, reference=build_reference(cell))
     return forecast(assembly, build_graphs(assembly), job.Optimizer(name=optimizer))
+
+
+def test_a_reference_is_counted_among_the_parameters_and_nowhere_else() -> None:
+    dims = ParallelDims(dp_shard=2)
+    cell = Cell(dims, vocab_size=512, ffn_dim=128, own_step="torchtitan_graph.goals.dpo", reference=(("dim", 32),))
+    own, frozen = build_model(cell), build_reference(cell)
+    assert frozen is not None and not any(p.requires_grad for p in frozen.model.parameters())
+    sizes = [sum(p.numel() for p in model.parameters()) * 4 // 2 for model in (own, frozen.model)]
+    found = of(cell)
+    assert found.held[PARAMETERS] == sum(sizes) and found.held[OPTIMIZER] == 2 * sizes[0]
+    assert found.operations > of(dataclasses.replace(cell, own_step=None, reference=None)).operations
+
+
+def test_a_model_that_runs_twice_does_not_hold_all_its_weights() -> None:
+    sizes = (("num_layers", 4), ("dim", 1024))
+    step = {"own_step": "torchtitan_graph.goals.dpo", "lora": (("rank", 2),)}
+    cell = Cell(ParallelDims(dp_shard=2), ffn_dim=4096, changes=sizes, **step)
+    kept = of(dataclasses.replace(cell, disabled=("gather_each_call",)))
+    of_a_block = sum(p.numel() for p in build_model(cell).layers[0].parameters()) * 4
+    assert kept.held[STEP] - of(cell).held[STEP] > of_a_block
 
 
 def test_shards_and_moments_are_counted_and_what_is_unknown_is_said() -> None:

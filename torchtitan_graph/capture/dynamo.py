@@ -187,8 +187,10 @@ def _captured(
         strict = capture_strictly(fn, fakes, Compared)
         found = strict.inputs(*fakes)
     module_names = {str(id(child)): name for name, child in module.named_modules()}
-    # Tensor parallelism's wrapper (parallel/parallelize.py) replaces a module's parameters by local ones during a call.
-    found_changed = {each: line for each, line in strict.changed.items() if not line.endswith(" in _on_locals")}
+    # Tensor parallelism's wrapper (parallel/parallelize.py) replaces a module's parameters by local ones during a call,
+    # and a step of the user's may turn adapters off (layers/lora.py): both put back what was there.
+    put_back = (" in _on_locals", " in adapters_off")
+    found_changed = {each: line for each, line in strict.changed.items() if not line.endswith(put_back)}
     if changed := {_by_name(each): line for each, line in found_changed.items()}:
         names = ", ".join(f"{each} ({line})" if line else each for each, line in sorted(changed.items()))
         raise UserError(

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule, Node
 
+from torchtitan_graph.capture.own_step import OwnStep, StepModel, together
 from torchtitan_graph.capture.state import local_part, sharing_memory
 from torchtitan_graph.capture.trace import Capture, InParts, make_fx_capture
 from torchtitan_graph.capture.traced import TracedResult, run_traced
@@ -29,7 +30,8 @@ from torchtitan_graph.torch_private.tracing import annotated
 SLOT = ".amax"  # suffix of slots' names, see `make_train_step`: they hold largest magnitudes
 TERM = "loss/"  # prefix of the names of the loss's terms in a step's state
 METRIC = "metric/"  # prefix of the names of metrics there
-CROSS_ENTROPY, EXPERTS, AHEAD = "cross_entropy", "experts", "ahead"  # names of the terms that are not a model's own
+# Names of the terms that are not a model's own.
+CROSS_ENTROPY, EXPERTS, AHEAD, STEP = "cross_entropy", "experts", "ahead", "step"
 IGNORE_INDEX = -100  # a label that is not a target, as in torch's cross_entropy and data/batch.py
 
 
@@ -43,7 +45,8 @@ class Inputs(Protocol):
 
 # (logits_BLV, labels_BL, num_tokens, None, batch) or (x_BLD, labels_BL, num_tokens, output, batch) -> a scalar, this
 # rank's part of the loss, or a pair of it and a dict of metrics, each its part of a mean over the targets.
-Loss = Callable[..., Any]
+# A step of the user's takes the place of both, the logits and the loss.
+Loss = Callable[..., Any] | OwnStep
 
 
 _NAME = re.compile(r"[\w.-]{1,100}", re.ASCII)
@@ -103,7 +106,7 @@ def takes_loss(model: nn.Module) -> bool:
 class _Head:
     """The loss of a model's logits for a batch, computed in its forward or after it, and the loss's metrics."""
 
-    def __init__(self, model: nn.Module, loss: Loss, batch: Inputs, num_tokens: Tensor) -> None:
+    def __init__(self, model: nn.Module, loss: Callable[..., Any], batch: Inputs, num_tokens: Tensor) -> None:
         self._loss, self._num_tokens, self._batch, self._labels = loss, num_tokens, batch, [batch.labels_BL]
         self.metrics: Mapping[str, Tensor] = {}
         self.given: dict[str, Any] = {"loss": self.of_output} if takes_loss(model) else {}
@@ -127,7 +130,11 @@ class _Head:
         return self._labels[ahead]
 
 
-def _forward(model: nn.Module, loss: Loss, batch: Inputs, masks: Any, num_tokens: Tensor) -> StepOutput:
+def _forward(
+    model: nn.Module, loss: Loss, batch: Inputs, masks: Any, num_tokens: Tensor, under_fsdp: bool = False
+) -> StepOutput:
+    if isinstance(loss, OwnStep):
+        return _forward_own(model, loss, batch, masks, num_tokens, under_fsdp)
     head = _Head(model, loss, batch, num_tokens)
     returned = model(batch.tokens_BL, batch.positions_BL, masks, side_outputs=True, **head.given)
     result, side = checked(model, returned)
@@ -135,7 +142,37 @@ def _forward(model: nn.Module, loss: Loss, batch: Inputs, masks: Any, num_tokens
     if side.ahead:
         weight = side.ahead_weight / len(side.ahead)
         terms[AHEAD] = [weight * head(of_ahead, ahead) for ahead, of_ahead in enumerate(side.ahead, 1)]
-    return StepOutput(_sum(terms), {**side.state, **_named(terms), **_metrics(model, batch, side, head)})
+    return StepOutput(_sum(terms), {**side.state, **_named(terms), **_metrics(model, batch, side, head.metrics)})
+
+
+def _forward_own(
+    model: nn.Module, own: OwnStep, batch: Inputs, masks: Any, num_tokens: Tensor, under_fsdp: bool
+) -> StepOutput:
+    """Run the user's step; to its loss are added the side losses of each call of the trained model with gradients."""
+    # FSDP2 wants no view as a model's result; tensor parallelism's whole logits are one.
+    projects = takes_loss(model) and under_fsdp
+    given = {"loss": lambda output, x, ahead: output(x).clone()} if projects else {}
+
+    def run(of_call: Inputs, own_masks: Any) -> tuple[Tensor, SideOutputs]:
+        rows = of_call.tokens_BL, of_call.positions_BL, own_masks
+        return checked(model, model(*rows, side_outputs=True, **given))
+
+    step_model = StepModel(own, model, masks, run)
+    loss, sums = own.sums(step_model, batch)
+    terms: dict[str, list[Tensor]] = {STEP: [loss / num_tokens]}
+    state: dict[str, Tensor] = {}
+    metrics = {METRIC + name: _wide(x / num_tokens) for name, x in _checked_names(sums, "training.step").items()}
+    for side in step_model.side_outputs:
+        if side.ahead:
+            raise UserError(
+                f"training.step = {own.name!r}: not with layers that predict further tokens, whose losses are cross"
+                " entropy; set model.num_mtp_layers = 0"
+            )
+        for name, parts in _terms(model, batch, side).items():
+            terms[name] = [*terms.get(name, []), *parts]
+        state = combine(state, side.state)
+        metrics = combine(metrics, _metrics(model, batch, side, {}))
+    return StepOutput(_sum(terms), {**state, **_named(terms), **metrics})
 
 
 def checked(model: nn.Module, returned: Any) -> tuple[Tensor, SideOutputs]:
@@ -169,8 +206,8 @@ def _sum(terms: Mapping[str, Sequence[Tensor]]) -> Tensor:
 
 
 def _named(terms: Mapping[str, Sequence[Tensor]]) -> dict[str, Tensor]:
-    """Return the terms as state, unless the cross entropy is the only one: then it is the loss."""
-    if terms.keys() <= {CROSS_ENTROPY}:
+    """Return the terms as state, unless the targets' own is the only one: then it is the loss."""
+    if terms.keys() <= {CROSS_ENTROPY} or terms.keys() == {STEP}:
         return {}
     return {TERM + name: sum(parts[1:], parts[0]).detach() for name, parts in terms.items()}
 
@@ -183,26 +220,34 @@ def _terms(model: nn.Module, batch: Inputs, side: SideOutputs) -> dict[str, list
     """
     at = f"{type(model).__name__}: SideOutputs.losses"
     for name in side.losses:
-        if name in (CROSS_ENTROPY, EXPERTS, AHEAD):
+        if name in (CROSS_ENTROPY, EXPERTS, AHEAD, STEP):
             raise UserError(f"{at}: {name} is a term that the loss itself may have; give yours another name; {_PAGE}")
     means = _means(model, batch, side.losses, "losses")
     return {name: [x] for name, x in means.items()} | ({EXPERTS: list(side.experts)} if side.experts else {})
 
 
-def _metrics(model: nn.Module, batch: Inputs, side: SideOutputs, head: _Head) -> dict[str, Tensor]:
+def _metrics(model: nn.Module, batch: Inputs, side: SideOutputs, of_loss: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return a microbatch's metrics, of the model and of the loss, as state.
 
     Raises:
         UserError: as `_means`; or two metrics have the same name.
     """
-    if both := [name for name in side.metrics if name in head.metrics]:
+    if both := [name for name in side.metrics if name in of_loss]:
         raise UserError(
             f"{type(model).__name__}: SideOutputs.metrics: {both[0]} is a metric of the loss; give yours another name"
         )
-    for name in head.metrics:
-        check_name("loss.name: the metrics of the loss", name)
-    found = {**_means(model, batch, side.metrics, "metrics"), **head.metrics}
-    return {METRIC + name: x.detach().to(torch.promote_types(x.dtype, torch.float32)) for name, x in found.items()}
+    found = {**_means(model, batch, side.metrics, "metrics"), **_checked_names(of_loss, "loss.name")}
+    return {METRIC + name: _wide(x) for name, x in found.items()}
+
+
+def _checked_names(metrics: Mapping[str, Tensor], option: str) -> Mapping[str, Tensor]:
+    for name in metrics:
+        check_name(f"{option}: the metrics of the loss", name)
+    return metrics
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.detach().to(torch.promote_types(x.dtype, torch.float32))
 
 
 def check_name(at: str, name: Any) -> None:
@@ -291,6 +336,11 @@ def _differentiate(
         return {name: _as_parameter(g, parameters[name]) for name, g in found.items()}, in_slots, dx
 
 
+def whole(model: nn.Module, loss: Loss) -> nn.Module:
+    """Return the module with all state that a step reads: the trained model's, and that of a reference model."""
+    return together(model, loss.reference if isinstance(loss, OwnStep) else None)
+
+
 def _slots(model: nn.Module) -> dict[str, Tensor]:
     return {name: buffer for name, buffer in model.named_buffers() if buffer.requires_grad}
 
@@ -327,7 +377,8 @@ def trace_train_step(
 ) -> TracedResult:
     """Trace the step of a model on meta as if it were on `device`; its outputs are named: the loss, gradients and state
     by name."""
-    traced = capture(make_train_step(model, loss, sum_in), model, device=device)(batch, masks, num_tokens)
+    state = whole(model, loss)
+    traced = capture(make_train_step(model, loss, sum_in), state, device=device)(batch, masks, num_tokens)
     return _name_train_outputs(traced, [("loss", "loss")])
 
 
@@ -374,7 +425,8 @@ def trace_eval_step(
     capture: Capture = make_fx_capture,
 ) -> TracedResult:
     """Trace the loss alone, without backward."""
-    traced = capture(make_eval_step(model, loss), model, device=device)(batch, masks, num_tokens)
+    state = whole(model, loss)
+    traced = capture(make_eval_step(model, loss), state, device=device)(batch, masks, num_tokens)
     return _name_outputs(traced, [("loss", "loss")])
 
 
@@ -383,10 +435,20 @@ def make_eval_step(model: nn.Module, loss: Loss) -> Callable[[Inputs, Any, Tenso
 
     def step(batch: Inputs, masks: Any, num_tokens: Tensor) -> Tensor:
         with torch.no_grad():  # no decorator: Dynamo would begin in torch's own function
+            if isinstance(loss, OwnStep):
+                return _evaluate_own(model, loss, batch, masks, num_tokens)
             head = _Head(model, loss, batch, num_tokens)
             return head(model(batch.tokens_BL, batch.positions_BL, masks, **head.given))
 
     return step
+
+
+def _evaluate_own(model: nn.Module, own: OwnStep, batch: Inputs, masks: Any, num_tokens: Tensor) -> Tensor:
+    def run(of_call: Inputs, own_masks: Any) -> tuple[Tensor, None]:
+        return model(of_call.tokens_BL, of_call.positions_BL, own_masks), None
+
+    loss, _ = own.sums(StepModel(own, model, masks, run), batch)
+    return loss / num_tokens
 
 
 def make_stage_step(
@@ -399,12 +461,14 @@ def make_stage_step(
     dy its gradient: None in the last. The loss is this stage's part of it, None if there is none.
     """
 
+    assert not isinstance(loss, OwnStep), "it runs whole models"
+
     def forward(batch: Inputs, masks: Any, num_tokens: Tensor, x: Tensor | None) -> Any:
         head = _Head(model, loss, batch, num_tokens)
         y, side = _run_stage(model, stage, batch, masks, x, head)
         terms = {CROSS_ENTROPY: [head(y)]} if stage.last else {}
         terms |= _terms(model, batch, side)
-        metrics = _metrics(model, batch, side, head)
+        metrics = _metrics(model, batch, side, head.metrics)
         return y, _sum(terms) if terms else None, {**side.state, **_named(terms), **metrics}
 
     def stage_step(
@@ -448,9 +512,16 @@ def trace_stage_step(
 
 
 def trace_stage_evaluation(
-    model: nn.Module, loss: Loss, stage: StageModules, arguments: tuple[Any, ...], *, device: Any, capture: Capture
+    model: nn.Module,
+    loss: Loss,
+    stage: StageModules,
+    arguments: tuple[Any, ...],
+    *,
+    device: Any,
+    capture: Capture,
 ) -> TracedResult:
     """Trace a pipeline stage's `step(batch, masks, num_tokens, x)`: y, for the last stage the loss."""
+    assert not isinstance(loss, OwnStep), "it runs whole models"
 
     def step(batch: Inputs, masks: Any, num_tokens: Tensor, x: Tensor | None) -> Tensor:
         with torch.no_grad():  # no decorator: Dynamo would begin in torch's own function
@@ -466,6 +537,7 @@ def bind_train_step(
     model: nn.Module,
     new_recorder: Callable[[], Recorder] | None = None,
     accumulates: bool = False,
+    state: nn.Module | None = None,
 ) -> Callable[[Inputs, Any, Tensor], StepOutput]:
     """Return `step(batch, masks, num_tokens) -> StepOutput` that accumulates the gradients in the live parameters'
     `.grad`.
@@ -473,11 +545,13 @@ def bind_train_step(
     Args:
         new_recorder: returns a recorder of the graph's pieces, see `Replayed`.
         accumulates: a step has several runs, and a replay would overwrite the previous one's gradients.
+        state: the module with all state that the step reads, if that is more than the model's.
     """
+    module = model if state is None else state
     if new_recorder is None:
-        run, add = run_traced(traced, module=model), AddGradients(model)
+        run, add = run_traced(traced, module=module), AddGradients(model)
     else:
-        run = run_traced(traced, module=model, make_run=partial(Replayed, new_recorder=new_recorder))
+        run = run_traced(traced, module=module, make_run=partial(Replayed, new_recorder=new_recorder))
         add = AddGradients(model, replayed=True, accumulates=accumulates)
 
     @torch.no_grad()
@@ -541,7 +615,7 @@ def make_eager_step(model: nn.Module, loss: Loss) -> Callable[[Inputs, Any, Tens
     slots = _slots(model)
 
     def step(batch: Inputs, masks: Any, num_tokens: Tensor) -> StepOutput:
-        value, state, *_ = _forward(model, loss, batch, masks, num_tokens)
+        value, state, *_ = _forward(model, loss, batch, masks, num_tokens, under_fsdp=True)
         value.backward()
         for name, slot in slots.items():
             state[name], slot.grad = _slot_value(slot, slot.grad), None

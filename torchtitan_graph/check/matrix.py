@@ -10,9 +10,12 @@ norms and the parameters at the end.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +28,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from torchtitan_graph.capture.dynamo import CAPTURES
-from torchtitan_graph.capture.step import StepOutput
+from torchtitan_graph.capture.own_step import OwnStep
+from torchtitan_graph.capture.step import SideOutputs, StepOutput
 from torchtitan_graph.capture.trace import Capture
 from torchtitan_graph.capture.traced import TracedResult
 from torchtitan_graph.config import job
@@ -60,6 +64,8 @@ from torchtitan_graph.steps import (
     trace_steps,
 )
 from torchtitan_graph.steps.choices import ELEMENTWISE, plan_regions
+from torchtitan_graph.steps.options import own_step
+from torchtitan_graph.steps.reference import Reference
 
 DEVICE = torch.device("cpu")  # of all runs; a script for GPUs sets another
 SEED = 3
@@ -101,6 +107,9 @@ class Cell:
     reshard: Reshard = Reshard()
     loss_parallel: bool = True
     own_loss: str | None = None  # the dotted name of a function
+    own_step: str | None = None  # the same, of a step
+    step_options: tuple[tuple[str, Any], ...] = ()
+    reference: tuple[tuple[str, object], ...] | None = None  # changes of the tiny configuration; `family` is its own
     regularizers: Regularizers = Regularizers()
     async_tp: bool = False
     disabled: tuple[str, ...] = ()
@@ -144,6 +153,7 @@ class Cell:
             loss_chunks=self.loss_chunks,
             loss_parallel=self.loss_parallel,
             own_loss=find_own("own_loss", self.own_loss) if self.own_loss else None,
+            own_step=own_step(job.Training(step=self.own_step, step_options=dict(self.step_options))),
             regularizers=self.regularizers,
             async_tp=self.async_tp,
             regions=plan_regions(
@@ -220,15 +230,39 @@ def build_model(cell: Cell, device: str = "meta") -> Decoder:
     return model
 
 
+def build_reference(cell: Cell, device: str = "meta") -> Reference | None:
+    """Return the frozen model beside a cell's; its weights are random."""
+    if cell.reference is None:
+        return None
+    changes = dict(cell.reference)
+    name, flavor = (str(changes.pop(key, default)) for key, default in (("family", "llama3"), ("flavor", "debugmodel")))
+    of = Cell(
+        cell.dims,
+        family=name,
+        flavor=flavor,
+        vocab_size=cell.vocab_size,
+        attn=cell.attn,
+        changes=tuple(changes.items()),
+    )
+    model = build_model(of, device).requires_grad_(False)
+    return Reference(model, load_family(name), Path())
+
+
 def assemble(cell: Cell, options: StepOptions | None = None, capture: Capture | None = None) -> Assembly:
     """Return all that a cell's steps are built from; `options` and `capture` in place of the cell's own."""
     layout, family, capture = layout_of(cell.dims), load_family(cell.family), capture or CAPTURES[cell.capture]
-    return Assembly(build_model(cell), family, layout, options or cell.options("graph"), capture)
+    options = options or cell.options("graph")
+    return Assembly(build_model(cell), family, layout, options, capture, build_reference(cell))
 
 
 def build_eager(cell: Cell) -> Steps:
-    steps = build_steps(assemble(cell, cell.options("eager")))
+    return _initialized(build_steps(assemble(cell, cell.options("eager"))))
+
+
+def _initialized(steps: Steps) -> Steps:
     initialize(steps.model, SEED)
+    if steps.reference is not None:
+        initialize(steps.reference, SEED + 1)
     return steps
 
 
@@ -240,9 +274,7 @@ def build_graph(
     graphs = build_graphs(assembly)
     if edit is not None:
         graphs = graphs._replace(train=_edited(graphs.train, edit))
-    steps = bind_graphs(graphs, assembly)
-    initialize(steps.model, SEED)
-    return steps
+    return _initialized(bind_graphs(graphs, assembly))
 
 
 def _edited(
@@ -267,20 +299,52 @@ def trace(cell: Cell, capture: Capture | None = None) -> Traced:
     return trace_steps(assemble(cell, dataclasses.replace(cell.options("graph"), verify=True), capture))
 
 
+class _PlainModel:
+    """What a user's step is given, without any of the package's own: adapters are off where their B is zero."""
+
+    def __init__(self, model: Decoder, own: OwnStep, masks: Any) -> None:
+        self._model, self._reference, self._masks = model, own.reference, masks
+        self.has_adapters, self.has_reference = own.adapters_off is not None, own.reference is not None
+        self.side = SideOutputs()
+
+    def __call__(self, batch: Batch) -> Tensor:
+        logits_BLV, self.side = self._model(batch.tokens_BL, batch.positions_BL, self._masks, side_outputs=True)
+        return logits_BLV  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def without_adapters(self, batch: Batch) -> Tensor:
+        copied = copy.deepcopy(self._model)
+        for name, parameter in copied.named_parameters():
+            if "lora_B" in name:
+                parameter.zero_()
+        return copied(batch.tokens_BL, batch.positions_BL, self._masks)  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def reference(self, batch: Batch) -> Tensor:
+        assert self._reference is not None
+        masks = self._reference.masks(batch.documents_BL, batch.positions_BL)  # type: ignore[operator]
+        return self._reference(batch.tokens_BL, batch.positions_BL, masks)  # type: ignore[no-any-return]
+
+
 class PlainSteps(NamedTuple):
     """A module's own step under autograd. It shares no code with the other two."""
 
     model: Decoder
     own_loss: Callable[..., Any] | None = None
     regularizers: Regularizers = Regularizers()
+    step: OwnStep | None = None
 
     def train(self, batches: list[Batch], num_tokens: Tensor) -> StepOutput:
         total = torch.zeros((), dtype=next(self.model.parameters()).dtype)
         counts: dict[str, Tensor] = {}
         for batch in batches:
             masks = self.model.masks(batch.documents_BL, batch.positions_BL)
-            logits_BLV, side = self.model(batch.tokens_BL, batch.positions_BL, masks, side_outputs=True)
-            loss = sum(side.experts, self._loss(logits_BLV, batch.labels_BL, batch) / num_tokens)
+            if self.step is not None:
+                own, side = self._own(batch, masks, num_tokens)
+            else:
+                logits_BLV, side = self.model(batch.tokens_BL, batch.positions_BL, masks, side_outputs=True)
+                own = self._loss(logits_BLV, batch.labels_BL, batch) / num_tokens
+            loss = sum(side.experts, own)
             loss = loss + sum(term.mean() / len(batches) for term in side.losses.values())
             for k, ahead_BLV in enumerate(side.ahead, 1):  # targets of the same document
                 labels_BL = batch.labels_BL.roll(-k, dims=1)
@@ -293,6 +357,14 @@ class PlainSteps(NamedTuple):
             total += loss.detach()  # type: ignore[union-attr]
             counts = {name: counts.get(name, 0) + x for name, x in side.state.items()}
         return StepOutput(total, counts)
+
+    def _own(self, batch: Batch, masks: Any, num_tokens: Tensor) -> tuple[Tensor, SideOutputs]:
+        """Return the loss of the user's step, which calls the trained model once, and that call's side outputs."""
+        assert self.step is not None
+        given = _PlainModel(self.model, self.step, masks)
+        returned = self.step.function(given, batch)
+        loss = returned[0] if isinstance(returned, tuple) else returned
+        return loss / num_tokens, given.side
 
     def _loss(self, logits_BLV: Tensor, labels_BL: Tensor, batch: Batch) -> Tensor:
         """Return the sum of the user's loss, or of torch's own, computed in fp32 at least."""
@@ -313,15 +385,23 @@ class PlainSteps(NamedTuple):
 
 
 def build_plain(cell: Cell) -> PlainSteps:
-    model = build_model(cell, DEVICE.type)
-    cast_parameters(model, cell.precision.storage)
+    model = _plain(build_model(cell, DEVICE.type), cell, SEED)
     set_up_experts(model, ExpertTraining(cell.auxiliary), cell.num_parts, groups=())
+    options, step = cell.options("eager"), None
+    if options.own_step is not None:
+        frozen = build_reference(cell, DEVICE.type)
+        reference = None if frozen is None else _plain(frozen.model, cell, SEED + 1)
+        step = OwnStep(*options.own_step, reference, (lambda _: nullcontext()) if cell.lora else None)
+    return PlainSteps(model, options.own_loss, options.regularizers, step)
+
+
+def _plain(model: Decoder, cell: Cell, seed: int) -> Decoder:
+    cast_parameters(model, cell.precision.storage)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             std = model.initial_std(name)
-            parameter.copy_(initial_weight(name, parameter.shape, std, SEED, DEVICE, torch.float32))
-    options = cell.options("eager")
-    return PlainSteps(model, options.own_loss, options.regularizers)
+            parameter.copy_(initial_weight(name, parameter.shape, std, seed, DEVICE, torch.float32))
+    return model
 
 
 # --- training and comparing -----------------------------------------------------------------------------------------

@@ -46,6 +46,7 @@ _DEGREES = (  # that multiply to the number of processes
 _PP, _CP, _TP, _EP, _ETP = (
     f"parallelism.{axis}_parallel_degree" for axis in ("pipeline", "context", "tensor", "expert", "expert_tensor")
 )
+DPO = "torchtitan_graph.goals.dpo"
 _PARTS = "parallelism.module_fqns_per_model_part"
 # What makes a run another run, where it changes between a start and a resume; job.allow_changed names exceptions.
 RUN_DEFINING = (
@@ -58,6 +59,9 @@ RUN_DEFINING = (
     "model.lora.alpha",
     "model.lora.rslora",
     "model.lora.targets",
+    "training.step",
+    "training.step_options",
+    "reference.path",
     "training.dataset",
     "training.dataset_path",
     "training.seq_len",
@@ -82,6 +86,8 @@ def check(config: JobConfig, world_size: int) -> list[str]:
         *_experts(config, world_size),
         *_rows(config),
         *_loss(config),
+        *_step(config),
+        *_preferences(config),
         *_adapters(config),
         *_tables(config, world_size),
         *_samples(config),
@@ -310,6 +316,63 @@ def _loss(config: JobConfig) -> Iterator[Problem]:
         yield Problem(
             "training.loss_chunks", f"not with loss.name = {config.loss.name}, which sees all logits; set it to 1"
         )
+
+
+def _step(config: JobConfig) -> Iterator[Problem]:
+    """Yield what a step of the user's, and its reference model, don't go together with."""
+    training = config.training
+    if training.step is None:
+        yield from unused(config, "there is no step to take them; set training.step", "training.step_options")
+        if config.reference.path is not None:
+            yield Problem("reference.path", "only a training.step reads a reference model; set that, or remove this")
+        return
+    option = f"training.step = {training.step}"
+    of_loss = ("loss.name", "loss.label_smoothing", "loss.z_loss")
+    yield from unused(config, f"{option} computes the loss itself; remove it", *of_loss)
+    if training.loss_chunks > 1:
+        yield Problem("training.loss_chunks", f"not with {option}, which sees all logits; set it to 1")
+    if config.parallelism.pipeline_parallel_degree > 1:
+        yield Problem(
+            _PP,
+            f"not with {option}, which runs whole models, and a stage has a part of the layers; use"
+            " data_parallel_shard_degree or tensor_parallel_degree",
+        )
+    if config.model.num_mtp_layers:
+        yield Problem(
+            "model.num_mtp_layers", f"not with {option}: the loss of further tokens is cross entropy; set it to 0"
+        )
+
+
+def _preferences(config: JobConfig) -> Iterator[Problem]:
+    """Yield what preferences don't go together with."""
+    training, key = config.training, "training.format"
+    if training.step == DPO and training.format != "preference":
+        yield Problem("training.step", "compares the two answers of preferences; set training.format = preference")
+    formats = {source.format for source in training.sources if source.format is not None}
+    if training.format != "preference":
+        if "preference" in formats:
+            yield Problem(key, "an entry of training.sources holds preferences: set this to preference")
+        return
+    if others := formats - {"preference"}:
+        yield Problem(
+            "training.sources", f"preferences are mixed with preferences alone, not with {', '.join(sorted(others))}"
+        )
+    if training.step is None:
+        yield Problem(
+            key,
+            f"preferences are learned by a step that compares two answers; set training.step = {DPO}",
+        )
+    if config.parallelism.context_parallel_degree > 1:
+        yield Problem(
+            _CP,
+            "not with training.format = preference: an answer's log-probability is a sum over its tokens, and a rank"
+            " has a part of them; use data_parallel_shard_degree or tensor_parallel_degree",
+        )
+    why = "not with training.format = preference, which"
+    if training.one_document_per_row:
+        yield Problem("training.one_document_per_row", f"{why} has two documents in a row; set it to false")
+    if training.loss_on != "assistant":
+        yield Problem("training.loss_on", f"{why} is learned by its answers alone; leave it at assistant")
 
 
 def _tables(config: JobConfig, world_size: int) -> Iterator[Problem]:

@@ -10,8 +10,9 @@ COLUMNS = {
     "text": {"text": "text"},
     "chat": {"messages": "messages", "tools": "tools"},
     "completion": {"prompt": "prompt", "completion": "completion"},
+    "preference": {"prompt": "prompt", "chosen": "chosen", "rejected": "rejected"},
 }
-_PARTS = [part for parts in COLUMNS.values() for part in parts]
+_PARTS = [*dict.fromkeys(part for parts in COLUMNS.values() for part in parts)]
 
 
 def find_wrong_column(columns: Mapping[str, Any], format_: str | None) -> str | None:

@@ -313,7 +313,7 @@ class DataSource:
 
     dataset: str | None = option(None, "As training.dataset.")
     dataset_path: str | None = option(None, "As training.dataset_path.")
-    format: str | None = option(None, "As training.format.", choices=("text", "chat", "completion"))
+    format: str | None = option(None, "As training.format.", choices=("text", "chat", "completion", "preference"))
     columns: dict[str, Any] = option({}, "As training.columns.")
     weight: float = option(1.0, "Its share of the rows, relative to the other weights.", minimum=0)
     name: str | None = option(None, "Its name in the metrics; not set: the last part of dataset_path, or dataset.")
@@ -353,14 +353,25 @@ class Training:
     format: str | None = option(
         None,
         "What a row of JSON lines or a table is. text: a document; chat: messages, rendered by the tokenizer's chat"
-        " template; completion: a prompt and its completion. Not set: the columns tell.",
-        choices=("text", "chat", "completion"),
+        " template; completion: a prompt and its completion; preference: a prompt with a chosen and a rejected answer,"
+        " for training.step. Not set: the columns tell, but for preference.",
+        choices=("text", "chat", "completion", "preference"),
     )
     columns: dict[str, Any] = option(
         {},
-        "Columns that are read, where they have other names: text; messages and tools; or prompt and completion, as in"
-        " {prompt = 'question', completion = 'answer'}.",
+        "Columns that are read, where they have other names: text; messages and tools; prompt and completion, as in"
+        " {prompt = 'question', completion = 'answer'}; or prompt, chosen and rejected.",
     )
+    step: str | None = option(
+        None,
+        "What a step computes, in place of the forward pass and [loss], in validation too: the dotted name of a"
+        " function of your own, (model, batch, **options) -> the sum of the loss over this rank's targets, or a pair of"
+        " it and a dict of sums to log. torchtitan_graph.goals.dpo: direct preference optimisation;"
+        " torchtitan_graph.goals.distillation: from a teacher.",
+        pattern=_DOTTED,
+        means="a dotted name, such as my_package.my_step, of a function that is imported (training.steps is a number)",
+    )
+    step_options: dict[str, Any] = option({}, "Options of that function, such as {beta = 0.1}.")
     loss_on: str = option(
         "assistant",
         "Tokens of conversations and completions that are learned. assistant: what the assistant says, with the token"
@@ -375,8 +386,8 @@ class Training:
     )
     too_long: str = option(
         "cut",
-        "What becomes of a conversation or completion longer than seq_len. cut: its first seq_len tokens are kept;"
-        " drop: none are; refuse: an error.",
+        "What becomes of a conversation or completion longer than seq_len, or of a pair with an answer longer than half"
+        " of it. cut: its first tokens are kept; drop: none are; refuse: an error.",
         choices=("cut", "drop", "refuse"),
     )
     chat_template: str | None = option(
@@ -443,6 +454,17 @@ class Training:
         " they are gathered, reduced gradients back, and the optimizer steps on the host. Without effect on a CPU.",
     )
     dataloader: DataLoader = field(default_factory=DataLoader)
+
+
+@dataclass
+class Reference:
+    """A frozen model beside the trained one, for training.step: run forward only, and in no checkpoint."""
+
+    path: str | None = option(
+        None,
+        "Hugging Face folder of the model, whose weights are read whenever the run starts; its vocabulary is as large"
+        " as the trained model's, and all else may differ. Not set: there is none.",
+    )
 
 
 @dataclass
@@ -905,6 +927,7 @@ class JobConfig:
     optimizer: Optimizer = field(default_factory=Optimizer)
     lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
     training: Training = field(default_factory=Training)
+    reference: Reference = field(default_factory=Reference)
     parallelism: Parallelism = field(default_factory=Parallelism)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 IGNORE_INDEX = -100  # the default ignore_index of torch's cross_entropy
+PAIRS_PER_ROW = 16  # of preferences, at most: pair k is the documents 2k and 2k + 1 of its row
 BYTES_PER_TOKEN = 4 * 8  # of a batch
 
 

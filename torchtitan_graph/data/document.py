@@ -16,5 +16,12 @@ class Tokens(NamedTuple):
     is_target: np.ndarray
 
 
-# A text; or its token ids, without bos and eos, which packing adds; or all its tokens.
-Document = str | np.ndarray | Tokens
+class Pair(NamedTuple):
+    """Two answers to a prompt, each with it: two documents, packed into one row."""
+
+    chosen: Tokens
+    rejected: Tokens
+
+
+# A text; or its token ids, without bos and eos, which packing adds; or all its tokens; or those of a pair.
+Document = str | np.ndarray | Tokens | Pair

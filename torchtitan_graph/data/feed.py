@@ -15,12 +15,13 @@ from torchtitan_graph.parallel.layout import Layout
 
 
 class Microbatches(NamedTuple):
-    """This rank's microbatches of a step; `num_tokens`, on the device, counts the targets of all ranks' in it: the one
-    denominator of the loss."""
+    """This rank's microbatches of a step; `num_tokens`, on the device, counts the targets of all ranks' in it.
+    `divisor` is the one denominator of the loss: that, or of preferences the number of their pairs."""
 
     on_device: list[Batch]
     on_host: list[Batch]
     num_tokens: Tensor
+    divisor: Tensor
 
 
 class Feed:
@@ -39,13 +40,16 @@ class Feed:
         num_microbatches: int = 1,
         rows_per_step: int,
         most: int = -1,
+        in_pairs: bool = False,
     ) -> None:
         """Read from a data loader.
 
         Args:
             rows_per_step: of all ranks.
             most: steps to read, also those without a target; -1: all.
+            in_pairs: rows are of preferences.
         """
+        self._in_pairs = in_pairs
         self._data, self._layout, self._device = data, layout, device
         self._num_microbatches, self._rows_per_step, self._left = num_microbatches, rows_per_step, most
         self._copied: list[Batch] = []  # the next microbatches on the device, where they were read ahead
@@ -61,11 +65,15 @@ class Feed:
             on_host = [next(self._data) for _ in range(self._num_microbatches)]
             self.own_s += time.perf_counter() - started
             own = sum(int((batch.labels_BL != IGNORE_INDEX).sum()) for batch in on_host)
-            num_tokens = self._layout.sum_over_rows(torch.full((), own, device=self._device))
+            if self._in_pairs:
+                counts = torch.stack([torch.full((), n, device=self._device) for n in (own, sum(map(pairs, on_host)))])
+                num_tokens, divisor = self._layout.sum_over_rows(counts).unbind()
+            else:
+                num_tokens = divisor = self._layout.sum_over_rows(torch.full((), own, device=self._device))
             if own or num_tokens > 0:  # a rank with targets needn't read the sum, for which it would wait
                 stop.begin_steps()
                 on_device = self._copied or [batch.to(self._device, non_blocking=True) for batch in on_host]
-                found = Microbatches(on_device, on_host, num_tokens)
+                found = Microbatches(on_device, on_host, num_tokens, divisor)
             self._copied = []
             empty_rows += self._rows_per_step
         self.seconds = time.perf_counter() - begin
@@ -85,3 +93,10 @@ class Feed:
         seconds = time.perf_counter() - begin
         self.own_s += seconds
         self.seconds += seconds
+
+
+def pairs(batch: Batch) -> int:
+    """Return the number of pairs in rows of preferences: of even documents with a target."""
+    is_chosen_BL = (batch.labels_BL != IGNORE_INDEX) & (batch.documents_BL % 2 == 0)
+    rows_BL = torch.arange(len(is_chosen_BL))[:, None].expand_as(is_chosen_BL)
+    return len(torch.stack([rows_BL[is_chosen_BL], batch.documents_BL[is_chosen_BL]]).unique(dim=1).T)

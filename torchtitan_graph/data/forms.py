@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from torchtitan_graph.config import job
 from torchtitan_graph.config.columns import COLUMNS
 from torchtitan_graph.config.option import did_you_mean
 from torchtitan_graph.data.chat import ChatTemplate, messages_of
-from torchtitan_graph.data.document import Document, Tokens
+from torchtitan_graph.data.document import Document, Pair, Tokens
 from torchtitan_graph.data.tokenizer import Tokenizer
 from torchtitan_graph.errors import UserError
 
@@ -76,7 +76,8 @@ class RowFormat:
         if kind == "chat" and "messages" not in self.columns and "messages" not in columns and _OLDER in columns:
             names["messages"] = _OLDER
         for part, name in names.items():
-            if name not in columns and part != "tools" or part in self.columns and name not in columns:
+            is_needed = part != "tools" and (kind, part) != ("preference", "prompt") or part in self.columns
+            if is_needed and name not in columns:
                 there = _shortened(sorted(columns))
                 if kind == "text" and not self.columns:
                     raise UserError(
@@ -90,17 +91,22 @@ class RowFormat:
             return Text(names["text"])
         if kind == "chat":
             return Conversation(self, names["messages"], names["tools"] if names["tools"] in columns else None)
+        if kind == "preference":
+            prompt = names["prompt"] if names["prompt"] in columns else None
+            return Preference(self, prompt, names["chosen"], names["rejected"])
         return Completion(self, names["prompt"], names["completion"])
 
     def _kind(self, columns: Collection[str], place: str) -> str:
         if self.format is not None:
             return self.format
         if self.columns:
-            return next(kind for kind, parts in COLUMNS.items() if self.columns.keys() <= parts.keys())
+            kind = next(kind for kind, parts in COLUMNS.items() if self.columns.keys() <= parts.keys())
+            return self._unless_preference(kind, place)
         told = {
             "text": "text" in columns,
             "chat": "messages" in columns or _OLDER in columns,
             "completion": "prompt" in columns and "completion" in columns,
+            "preference": "chosen" in columns and "rejected" in columns,
         }
         found = [kind for kind, is_there in told.items() if is_there]
         if len(found) > 1:
@@ -108,7 +114,16 @@ class RowFormat:
                 f"{place}: its columns {_shortened(sorted(columns))} can be read as {' or '.join(found)}: choose by"
                 " training.format"
             )
-        return found[0] if found else "text"
+        return self._unless_preference(found[0] if found else "text", place)
+
+    def _unless_preference(self, kind: str, place: str) -> str:
+        if kind == "preference":
+            raise UserError(
+                f"{place}: holds preferences, a chosen and a rejected answer: set training.format = 'preference', and"
+                " a training.step that compares them, such as 'torchtitan_graph.goals.dpo'; or name the column of one"
+                " answer in training.columns"
+            )
+        return kind
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,7 +229,66 @@ class Completion:
         return Tokens(whole.ids, is_target)
 
 
-Form = Text | Conversation | Completion
+@dataclasses.dataclass(frozen=True)
+class Preference:
+    """A chosen and a rejected answer to a prompt: packed as a whole, as two documents, the loss on the answers.
+
+    All are texts, or all are messages. Without a column of prompts, both answers are whole conversations, and the
+    prompt is what they have in common at their beginning.
+    """
+
+    reading: RowFormat
+    prompt: str | None
+    chosen: str
+    rejected: str
+    is_whole = True
+
+    @property
+    def columns(self) -> list[str]:
+        return [*([self.prompt] if self.prompt else []), self.chosen, self.rejected]
+
+    @property
+    def digest(self) -> str:
+        return f"{self.columns} preference"
+
+    def document(self, row: Mapping[str, Any], where: str) -> Document:
+        """Return a row as a pair; raise UserError if it has no such texts or messages, or the answers are equal."""
+        chosen, rejected = row.get(self.chosen), row.get(self.rejected)
+        if chosen == rejected:
+            raise UserError(f"{where}: {self.chosen} and {self.rejected} are equal, so there is no preference")
+        prompt = self.prompt
+        if prompt is None:
+            prompt = "prompt"
+            if not isinstance(chosen, list) or not isinstance(rejected, list):
+                raise UserError(
+                    f"{where}: without a prompt, {self.chosen} and {self.rejected} must be conversations, lists of"
+                    " messages that begin alike; name the column of prompts in training.columns"
+                )
+            common = [*_common(chosen, rejected)]
+            if not 0 < len(common) < min(len(chosen), len(rejected)):
+                raise UserError(
+                    f"{where}: {self.chosen} and {self.rejected} must begin with the same messages, and each go on"
+                    " with an answer of its own"
+                )
+            row = {
+                prompt: common,
+                self.chosen: chosen[len(common) :],
+                self.rejected: rejected[len(common) :],
+            }
+        elif len({isinstance(row.get(name), list) for name in self.columns}) > 1:
+            raise UserError(f"{where}: {', '.join(self.columns)} must all be texts, or all be lists of messages")
+        found = [Completion(self.reading, prompt, name).document(row, where) for name in (self.chosen, self.rejected)]
+        return Pair(*found)  # type: ignore[arg-type]
+
+
+def _common(one: list[Any], other: list[Any]) -> Iterator[Any]:
+    for a, b in zip(one, other, strict=False):
+        if a != b:
+            return
+        yield a
+
+
+Form = Text | Conversation | Completion | Preference
 
 
 def _text(row: Mapping[str, Any], column: str, where: str) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from torchtitan_graph.config.own import find_own
-from torchtitan_graph.data.document import Document, Tokens
+from torchtitan_graph.data.document import Document, Pair, Tokens
 from torchtitan_graph.data.forms import RowFormat
 from torchtitan_graph.errors import UserError
 
@@ -41,7 +41,8 @@ class OwnSource:
             raise UserError(f"{self._name}: has no documents")
         first = self._documents[0]
         self._form = reading.form(first, self._name) if isinstance(first, Mapping) else None
-        self.is_whole = isinstance(self[0], Tokens)
+        self._kind = type(self[0])
+        self.is_whole = self._kind in (Tokens, Pair)
         total = hashlib.sha256(f"{dotted_name} {self._length} {self._form and self._form.digest}".encode())
         for number in range(0, self._length, -(-self._length // _LOOKED_AT)):
             total.update(repr(self[number]).encode(errors="surrogatepass"))
@@ -65,7 +66,8 @@ class OwnSource:
                 )
         else:
             document = self._ids(found, where)
-        if index and isinstance(document, Tokens) != self.is_whole:
+        whole_kind = type(document) if isinstance(document, (Tokens, Pair)) else None
+        if index and whole_kind is not (self._kind if self.is_whole else None):
             raise UserError(f"{where}: is of another kind than document 0")
         return document
 

@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from torchtitan_graph.data.batch import IGNORE_INDEX
+from torchtitan_graph.data.batch import IGNORE_INDEX, PAIRS_PER_ROW
 from torchtitan_graph.data.corpus import Corpus
-from torchtitan_graph.data.document import Document, Tokens
+from torchtitan_graph.data.document import Document, Pair, Tokens
 from torchtitan_graph.data.tokenizer import Tokenizer
 from torchtitan_graph.errors import UserError
 
@@ -38,7 +38,8 @@ class Packing(NamedTuple):
                end
     whole      a row ends where the next document does not fit; only one that is longer than a row is split
     alone      a row ends with its document
-    too_long   what becomes of a conversation that is longer than a row: "cut" after a row's tokens, "drop", "refuse"
+    too_long   what becomes of a conversation that is longer than a row, or of an answer of a pair that is longer than
+               half a row: "cut" after its tokens, "drop", "refuse"
     """
 
     seq_len: int
@@ -182,7 +183,7 @@ class Lane:
         """Return the number and the ids of the epoch's next document that has any."""
         assert self._documents is not None
         for index, document in self._documents:
-            assert not isinstance(document, Tokens), "those are packed whole"
+            assert not isinstance(document, (Tokens, Pair)), "those are packed whole"
             ids = self._tokenizer.encode(document) if isinstance(document, str) else document
             if len(ids):
                 return index, ids
@@ -195,6 +196,7 @@ class WholeLane(Lane):
 
     Documents of WINDOW_ROWS rows' tokens, a window, are read at a time, the longest first put into the fullest row that
     has room for it (best fit, decreasing). A window ends with its epoch. Rows are in the order of their first document.
+    A pair counts as one, and becomes two documents, 2k and 2k + 1 of its row, which has PAIRS_PER_ROW at most.
     """
 
     _window: list[list[Tokens]]  # the documents of its rows
@@ -242,58 +244,66 @@ class WholeLane(Lane):
 
     def _read_window(self) -> bool:
         """Read the documents of the next rows, from the epoch's next one on; return whether there are any."""
-        documents: list[Tokens] = []
+        documents: list[tuple[Tokens, ...]] = []
         num_tokens, seq_len = 0, self._packing.seq_len
         assert self._documents is not None
         while num_tokens < WINDOW_ROWS * seq_len and (item := next(self._documents, None)) is not None:
             index, document = item
             self._next_document = index + 1
-            assert isinstance(document, Tokens), "a corpus of whole documents"
-            kept, counts = self._fitted(document)
+            assert isinstance(document, (Tokens, Pair)), "a corpus of whole documents"
+            kept, counts = self._fitted((document,) if isinstance(document, Tokens) else document)
             self._uncounted += counts
             if kept is None:
                 self._num_empty += 1
             else:
                 documents.append(kept)
-                num_tokens += len(kept.ids)
-        sizes = [len(document.ids) for document in documents]
-        rows = [[i] for i in range(len(sizes))] if self._packing.alone else best_fit(sizes, seq_len)
-        self._window = [[documents[i] for i in row] for row in rows]
+                num_tokens += _size(kept)
+        sizes = [*map(_size, documents)]
+        most = PAIRS_PER_ROW if any(len(parts) > 1 for parts in documents) else len(sizes)
+        rows = [[i] for i in range(len(sizes))] if self._packing.alone else best_fit(sizes, seq_len, most)
+        self._window = [[part for i in row for part in documents[i]] for row in rows]
         return bool(documents)
 
-    def _fitted(self, document: Tokens) -> tuple[Tokens | None, Counts]:
-        """Return a document as it fits into a row, None if it is dropped."""
-        (ids, is_target), seq_len = document, self._packing.seq_len
-        is_long = len(ids) > seq_len
-        if is_long and self._packing.too_long == "refuse":
+    def _fitted(self, parts: tuple[Tokens, ...]) -> tuple[tuple[Tokens, ...] | None, Counts]:
+        """Return a document, or the two of a pair, as they fit into a row, None if dropped."""
+        room = self._packing.seq_len // len(parts)
+        longest = max(len(part.ids) for part in parts)
+        if longest > room and self._packing.too_long == "refuse":
+            what, half = ("an answer of a pair", "half of ") if len(parts) > 1 else ("a conversation", "")
             raise UserError(
-                f"a conversation has {len(ids):,} tokens, more than training.seq_len = {seq_len}: raise that, or choose"
-                " training.too_long = 'cut' or 'drop'"
+                f"{what} has {longest:,} tokens, more than {half}training.seq_len = {self._packing.seq_len}: raise"
+                " that, or choose training.too_long = 'cut' or 'drop'"
             )
-        if is_long and self._packing.too_long == "drop":
+        if longest > room and self._packing.too_long == "drop":
             return None, Counts(dropped=1)
-        if not is_target[1:seq_len].any():
+        if not all(part.is_target[1:room].any() for part in parts):
             return None, Counts(without_target=1)
-        return Tokens(ids[:seq_len], is_target[:seq_len]), Counts(cut=int(is_long))
+        return tuple(Tokens(ids[:room], is_target[:room]) for ids, is_target in parts), Counts(cut=int(longest > room))
+
+
+def _size(parts: tuple[Tokens, ...]) -> int:
+    return sum(len(part.ids) for part in parts)
 
 
 def _labels(ids: np.ndarray, is_target: np.ndarray) -> np.ndarray:
     return np.append(np.where(is_target[1:], ids[1:], IGNORE_INDEX), IGNORE_INDEX)
 
 
-def best_fit(sizes: list[int], room: int) -> list[list[int]]:
-    """Distribute items over bins of a size: the largest first, each into the fullest bin that has room for it.
+def best_fit(sizes: list[int], room: int, most: int) -> list[list[int]]:
+    """Distribute items over bins of a size, at most `most` in each: the largest first, each into the fullest bin that
+    has room for it.
 
     Returns the numbers of the items in each bin, ascending, the bins in the order of their first item. No size is
     larger than `room`.
     """
     bins: list[list[int]] = []
-    left: list[tuple[int, int]] = []  # the room that each bin has left, and its number, ascending
+    left: list[tuple[int, int]] = []  # the room that each bin has left, and its number, ascending; without full ones
     for item in sorted(range(len(sizes)), key=lambda item: (-sizes[item], item)):
         place = bisect.bisect_left(left, (sizes[item], -1))
         room_left, number = left.pop(place) if place < len(left) else (room, len(bins))
         if number == len(bins):
             bins.append([])
         bins[number].append(item)
-        bisect.insort(left, (room_left - sizes[item], number))
+        if len(bins[number]) < most:
+            bisect.insort(left, (room_left - sizes[item], number))
     return sorted(sorted(items) for items in bins)

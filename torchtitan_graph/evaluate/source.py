@@ -20,7 +20,7 @@ _OF_TRAINING = (
     *("job.", "profiling.", "metrics.", "optimizer.", "lr_scheduler.", "parallelism.", "checkpoint.", "comm."),
     *("activation_checkpoint.", "compile.", "training.global_batch_size", "training.dynamic_seq_len"),
     *("training.enable_cpu_offload", "training.dataloader.", "validation.best_metric", "validation.patience"),
-    *("debug.verify_passes", "debug.dump_graphs"),
+    *("debug.verify_passes", "debug.dump_graphs", "training.step", "training.step_options", "reference."),
 )
 
 
@@ -59,6 +59,8 @@ def open_source(where: Path, step: str, sets: Sequence[str], words: Sequence[str
         for key, option in OPTIONS.items():
             if key.startswith(_OF_TRAINING) and config.sources.get(key) != COMMAND_LINE:
                 put(config, key, deepcopy(option.default))
+        if config.training.format == "preference":  # what is evaluated are texts: their columns tell
+            config.training.format, config.training.columns = None, {}
         _find_assets_from(weights, config)
     config.training.seq_len = config.validation.seq_len  # no row is of another length
     _choose_sets(config, sets)

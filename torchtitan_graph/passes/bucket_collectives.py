@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import operator
 from collections.abc import Sequence
 
@@ -32,11 +33,19 @@ def bucket_collectives(gm: GraphModule, buckets: Sequence[Sequence[str]]) -> Gra
     place = {name: i for names in buckets for i, name in enumerate(names)}
     order = {node: i for i, node in enumerate(gm.graph.nodes)}
     gathers: dict[tuple, list[Node]] = {}
+    number = collections.Counter[tuple]()  # of a bucket's calls: a parameter that is gathered again begins another
+    seen: dict[tuple, set[str]] = {}
     merged: dict[tuple, dict[str, Reduction]] = {}
     for node in gm.graph.nodes:
         if node.target is c10d.all_gather_into_tensor.default and meta.role(node) == meta.GATHER:
-            name = meta.param(node) or ""
-            gathers.setdefault((bucket_of[name], meta.phase(node), value(node).dtype, node.args[1:]), []).append(node)
+            name, phase = meta.param(node) or "", meta.phase(node)
+            bucket = bucket_of[name], phase
+            if name in seen.setdefault(bucket, set()):
+                number[bucket] += 1
+                seen[bucket].clear()
+            seen[bucket].add(name)
+            together = (*bucket, number[bucket], value(node).dtype, node.args[1:])
+            gathers.setdefault(together, []).append(node)
     for name, reduction in reductions(gm).items():
         sends = [node for node in reduction.nodes if node.target in _REDUCTIONS]
         if sends:

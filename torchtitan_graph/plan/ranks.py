@@ -156,7 +156,7 @@ def _ranks_at(places: Sequence[int], blueprint: Blueprint, world_size: int) -> d
         options, model = assembly.options, assembly.model
         graphs = build_graphs(assembly)
         links = assembly.layout.links(options.target.rates.num_near)
-        visible = model.visible_in_one_document(options.rows[1])
+        visible = assembly.visible_in_one_document(options.rows[1])
         found = {}
         for place in places:
             names = _names(options, places[0], place) or {name: name for name in model.modules_in_order}

@@ -8,7 +8,8 @@ The trainer, the checks, the benchmarks and the tests all train through it: as g
 
 from torchtitan_graph.steps.assembly import Assembly
 from torchtitan_graph.steps.build import Steps, bind_graphs, build_steps
-from torchtitan_graph.steps.check import check_steps
+from torchtitan_graph.steps.check import check_reference, check_steps
+from torchtitan_graph.steps.cuts import check_own_step
 from torchtitan_graph.steps.graphs import Graphs, Traced, build_graphs, rewrite_steps, trace_steps
 from torchtitan_graph.steps.options import StepOptions, rows_per_microbatch, step_options
 from torchtitan_graph.steps.scoring import Scoring, build_scoring
@@ -28,6 +29,8 @@ __all__ = [
     "build_graphs",
     "build_scoring",
     "build_steps",
+    "check_own_step",
+    "check_reference",
     "check_steps",
     "rewrite_steps",
     "rows_per_microbatch",

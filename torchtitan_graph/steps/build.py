@@ -20,6 +20,7 @@ from torchtitan_graph.capture.step import (
     combine,
     make_eager_step,
     make_eval_step,
+    whole,
 )
 from torchtitan_graph.capture.traced import run_traced
 from torchtitan_graph.data.batch import Batch
@@ -29,7 +30,7 @@ from torchtitan_graph.optim import clip_grad_norm
 from torchtitan_graph.parallel.layout import PP, TP, Layout, sum_over
 from torchtitan_graph.parallel.pipeline import Pipeline
 from torchtitan_graph.parallel.recompute import recompute_eager
-from torchtitan_graph.parallel.storage import Storage, cast_parameters, materialize, shard_eager
+from torchtitan_graph.parallel.storage import Reshard, Storage, cast_parameters, materialize, shard_eager
 from torchtitan_graph.quantize.layers import kept_weights
 from torchtitan_graph.quantize.state import Float8State
 from torchtitan_graph.runtime.observe import Watchable
@@ -37,6 +38,7 @@ from torchtitan_graph.runtime.pieces import Replayed
 from torchtitan_graph.steps.assembly import Assembly
 from torchtitan_graph.steps.graphs import Graphs, build_graphs
 from torchtitan_graph.steps.inputs import of_this_rank
+from torchtitan_graph.steps.reference import beside
 
 Step = Callable[[Any, Any, Tensor], StepOutput]  # (batch, masks, num_tokens); gradients go to `.grad`
 Evaluation = Callable[[Any, Any, Tensor], Tensor]  # the same -> loss
@@ -54,6 +56,7 @@ class Steps:
     seq_len: int = 1  # of the rows whose FLOPs are counted
     recorders: Recorders | None = None
     quantized: Float8State | None = None
+    reference: Decoder | None = None  # the frozen model beside it
 
     def close(self) -> None:
         """Release recorded CUDA graphs; before process groups are destroyed."""
@@ -120,16 +123,17 @@ class Steps:
         if self.flops is None:
             return None
         of_batches = (
-            self.flops.of(
-                self.model.visible_pairs(batch.documents_BL, batch.positions_BL),
-                batch.tokens_BL.shape[1] / self.seq_len,
-            )
-            for batch in microbatches
+            self.flops.of(self._visible_pairs(batch), batch.tokens_BL.shape[1] / self.seq_len) for batch in microbatches
         )
         return self.layout.mean_over_stages(sum(of_batches))
 
     def _inputs(self, batch: Batch, on_host: Batch | None, num_tokens: Tensor) -> tuple[Batch, Any, Tensor]:
-        return *of_this_rank(batch, self.model, self.layout, on_host), num_tokens
+        return *of_this_rank(batch, self.model, self.layout, on_host, self.reference), num_tokens
+
+    def _visible_pairs(self, batch: Batch) -> dict[str, float]:
+        of_rows = batch.documents_BL, batch.positions_BL
+        of_reference = None if self.reference is None else self.reference.visible_pairs(*of_rows)
+        return beside(self.model.visible_pairs(*of_rows), of_reference)
 
     def _sum_state(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """All-reduce the routers' counts over the ranks, all of a dtype in one message."""
@@ -159,9 +163,13 @@ def build_steps(assembly: Assembly) -> Steps:
     recompute_eager(model.blocks, options.recompute)
     at_rest = options.precision, options.reshard, options.target.device, options.cpu_offload
     shard_eager(model, model.blocks, assembly.layout, *at_rest)
+    frozen = None if assembly.reference is None else assembly.reference.model
+    if frozen is not None:  # without a backward that would free its gathered weights
+        at_rest = options.precision, Reshard(root=True), options.target.device, options.cpu_offload
+        shard_eager(frozen, frozen.blocks, assembly.layout, *at_rest)
     evaluate = make_eval_step(model, assembly.evaluation_loss) if options.eval_rows else None
     step = make_eager_step(model, assembly.loss)
-    return Steps(model, assembly.layout, step, evaluate, quantized=quantized_state({}, assembly))
+    return Steps(model, assembly.layout, step, evaluate, quantized=quantized_state({}, assembly), reference=frozen)
 
 
 def quantized_state(storages: Mapping[str, Storage], assembly: Assembly) -> Float8State | None:
@@ -174,13 +182,14 @@ def quantized_state(storages: Mapping[str, Storage], assembly: Assembly) -> Floa
 def bind_graphs(graphs: Graphs, assembly: Assembly) -> Steps:
     """Allocate the parameters of a model, and return the steps of its graphs bound to them."""
     model, layout, options = assembly.model, assembly.layout, assembly.options
-    cast_parameters(model, options.precision.storage)
-    materialize(model, graphs.storages, options.target.device)
+    state = assembly.state
+    cast_parameters(state, options.precision.storage)
+    materialize(state, graphs.storages, options.target.device)
     new = None if options.recorders is None else options.recorders.new
     evaluate = None
     if graphs.evaluate is not None:
         make_run = Watchable if new is None else partial(Replayed, new_recorder=new)
-        evaluate = run_traced(graphs.evaluate, module=model, make_run=make_run)
+        evaluate = run_traced(graphs.evaluate, module=whole(model, assembly.evaluation_loss), make_run=make_run)
     step: Step | Pipeline
     if isinstance(graphs.train, dict):
         assert options.pipeline is not None
@@ -188,7 +197,8 @@ def bind_graphs(graphs: Graphs, assembly: Assembly) -> Steps:
         tied = shared if shared is not None and shared.requires_grad else None
         step = Pipeline(options.pipeline, graphs.train, model, tied, layout, options.target.device)
     else:
-        step = bind_train_step(graphs.train, model, new, accumulates=options.num_microbatches > 1)
+        accumulates = options.num_microbatches > 1
+        step = bind_train_step(graphs.train, model, new, accumulates, whole(model, assembly.loss))
     return Steps(
         model,
         layout,
@@ -198,4 +208,5 @@ def bind_graphs(graphs: Graphs, assembly: Assembly) -> Steps:
         seq_len=options.rows[1],
         recorders=options.recorders,
         quantized=quantized_state(graphs.storages, assembly),
+        reference=None if assembly.reference is None else assembly.reference.model,
     )

@@ -23,6 +23,7 @@ from torchtitan_graph.parallel.parallelize import check_plan
 from torchtitan_graph.quantize.plan import check_cut
 from torchtitan_graph.steps.cuts import check_own_loss, check_terms
 from torchtitan_graph.steps.options import StepOptions, rows_per_microbatch
+from torchtitan_graph.steps.reference import Reference
 
 
 def check_steps(
@@ -98,6 +99,23 @@ def _check_loss_chunks(config: JobConfig, model: Decoder, dims: ParallelDims, op
             f"{option}: not with training.dynamic_seq_len = true in a graph, whose chunks have one size; set that to"
             " false, or this to 1"
         )
+
+
+def check_reference(config: JobConfig, model: Decoder, reference: Reference, dims: ParallelDims) -> None:
+    """Check that the frozen model beside the trained one reads the same tokens, and can be laid out.
+
+    Raises:
+        UserError: as `check_plan`, another vocabulary, or rows or a layout that it can't take.
+    """
+    frozen = reference.model
+    if (there := frozen.config.vocab_size) != (here := model.config.vocab_size):
+        raise UserError(
+            f"its vocabulary has {there} rows, and the trained model's {here}: both read the same tokens; name a model"
+            " of the same vocabulary, padded to the same size"
+        )
+    check_plan(frozen, reference.plan, dims)
+    _check_state(config, frozen, dims)
+    frozen.check_attention(dims.cp)
 
 
 def _check_state(config: JobConfig, model: Decoder, dims: ParallelDims) -> None:

@@ -9,16 +9,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchtitan_graph.capture.own_step import PAGE, OwnStep, StepModel
 from torchtitan_graph.capture.step import SideOutputs, checked
+from torchtitan_graph.config import job
 from torchtitan_graph.data.batch import IGNORE_INDEX, Batch
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.loss import is_number
+from torchtitan_graph.models.layers.adapt import add_adapters
 from torchtitan_graph.models.layers.decoder import Decoder
+from torchtitan_graph.models.layers.lora import adapters_off
 from torchtitan_graph.models.layers.moe import ExpertTraining, set_up_experts
 from torchtitan_graph.models.spec import tiny_config
+from torchtitan_graph.steps.options import NamedStep
+from torchtitan_graph.steps.reference import Reference, masks_beside
 
 ROWS, LENGTH = 4, 16  # of the example
 TOLERANCE = 1e-5  # relative: a function may compute in fp32
+_MOST_CLASSES = 1024  # of the tiny models of a step, whose logits are held in fp64
 _PAGE = "see docs/train/losses.md"
 
 Part = tuple[slice, slice]  # of rows, and of their tokens
@@ -69,6 +76,114 @@ def check_own_loss(name: str, function: Callable[..., Any], vocab_size: int, seq
                     f" {ROWS} rows, and {' + '.join(f'{float(x):.6g}' for x in values)} for their two halves."
                     f" {_remedy(value, values, batch, parts)}; {_PAGE}"
                 )
+
+
+def check_own_step(
+    step: NamedStep, family: ModuleType, model: Decoder, reference: Reference | None, cp: int = 1
+) -> str | None:
+    """Check that the user's step returns for some rows the sum of what it returns for their halves, with the same
+    gradients: on tiny models of the families of the trained model and of its reference. Return why that was not
+    checked, if it was not.
+
+    Raises:
+        UserError: it does not, with what to change, or does not return sums, or needs what there is not.
+    """
+    option = f"training.step = {step.name!r}"
+    vocab_size = min(model.config.vocab_size, _MOST_CLASSES)
+    changes = {} if model.config.vocab_size == vocab_size else {"vocab_size": vocab_size}
+    try:
+        trained = _tiny(family, model.config, **changes)
+        if model.lora.rank:
+            add_adapters(trained, family, job.Lora(rank=2))
+            _fill(trained.double())
+        frozen = None if reference is None else _tiny(reference.family, reference.model.config, seed=1, **changes)
+    except Exception as error:  # of a family that can't be made small
+        return f"{option}: whether it depends on how rows are cut was not checked: {type(error).__name__}: {error}"
+    own = OwnStep(step.name, step.function, frozen, adapters_off if model.lora.rank else None)
+    batch = _example(vocab_size, LENGTH)
+    parameters = [p for p in trained.parameters() if p.requires_grad]
+
+    def of(part: Part) -> Mapping[str, tuple[Tensor, list[Tensor]]]:
+        """Return the loss, and each metric, of a part of the example, with the gradients."""
+        rows = _part(batch, part)
+        masks = {
+            **trained.masks(rows.documents_BL, rows.positions_BL),
+            **masks_beside(trained, frozen, rows.documents_BL, rows.positions_BL, None, torch.device("cpu")),
+        }
+
+        def run(of_call: Batch, own_masks: Any) -> tuple[Tensor, None]:
+            return trained(of_call.tokens_BL, of_call.positions_BL, own_masks), None
+
+        loss, metrics = own.sums(StepModel(own, trained, masks, run), rows)
+        found = {"the loss": loss, **{f"the metric {key}": x for key, x in metrics.items()}}
+        return {key: (x.detach(), _gradient(x, parameters)) for key, x in found.items()}
+
+    try:
+        whole, *halves = [of(part) for part in ((slice(None), slice(None)), *_HALVES)]
+    except UserError:
+        raise
+    except Exception as error:  # of the user's code, perhaps for the small vocabulary: else it comes in the real model
+        return (
+            f"{option}: whether it depends on how rows are cut was not checked, as it does not run on a tiny model of"
+            f" {vocab_size} tokens: {type(error).__name__}: {error}"
+        )
+    if not any(gradient.any() for gradient in whole["the loss"][1]):
+        raise UserError(f"{option}: the loss does not depend on model(batch), so nothing would be learned; {PAGE}")
+    for key, (value, gradients) in whole.items():
+        values = [each[key][0] for each in halves]
+        pairs = zip(gradients, *(each[key][1] for each in halves), strict=True)
+        if _differ(value, values) or any(_far(g, a + b) for g, a, b in pairs):
+            raise UserError(
+                f"{option}: {key} depends on how rows are divided among microbatches and ranks: it is"
+                f" {float(value):.6g} for {ROWS} rows of a tiny model, and"
+                f" {' + '.join(f'{float(x):.6g}' for x in values)} for their two halves."
+                f" {_remedy(value, values, batch, _HALVES)}; {PAGE}"
+            )
+    if cp > 1:
+        _check_parts_of_rows(own, batch, vocab_size)
+    return None
+
+
+class _GivenLogits:
+    """What a step is given as `model`, with logits that are given."""
+
+    def __init__(self, own: OwnStep, logits_3BLV: Tensor) -> None:
+        self.has_adapters, self.has_reference = own.adapters_off is not None, own.reference is not None
+        self._trained, self._plain, self._reference = logits_3BLV
+
+    def __call__(self, batch: Batch) -> Tensor:
+        return self._trained
+
+    def without_adapters(self, batch: Batch) -> Tensor:
+        return self._plain.detach()
+
+    def reference(self, batch: Batch) -> Tensor:
+        return self._reference.detach()
+
+
+def _check_parts_of_rows(own: OwnStep, batch: Batch, vocab_size: int) -> None:
+    """Check that a step of given logits of whole rows is the sum of those of the rows' halves.
+
+    Raises:
+        UserError: it is not.
+    """
+    shape = 3, *batch.tokens_BL.shape, vocab_size
+    leaf = torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).requires_grad_()
+
+    def of(tokens: slice) -> tuple[Tensor, Tensor]:
+        part = slice(None), tokens
+        loss, _ = own.sums(_GivenLogits(own, leaf[:, :, tokens]), _part(batch, part))  # type: ignore[arg-type]
+        return loss.detach(), _gradient(loss, [leaf])[0]
+
+    half = batch.tokens_BL.shape[1] // 2
+    (value, gradient), *halves = of(slice(None)), of(slice(0, half)), of(slice(half, None))
+    if _differ(value, [x for x, _ in halves]) or _far(gradient, sum(g for _, g in halves)):  # type: ignore[arg-type]
+        raise UserError(
+            f"training.step = {own.name!r}: the loss depends on how rows are divided among context parallel's ranks: it"
+            f" is {float(value):.6g} for whole rows, and {' + '.join(f'{float(x):.6g}' for x, _ in halves)} for their"
+            " halves; use another axis, such as parallelism.tensor_parallel_degree, or return a sum in which each"
+            f" target's number depends on its own logits alone; {PAGE}"
+        )
 
 
 def check_terms(name: str, family: ModuleType, config: Any) -> str | None:
@@ -161,15 +276,20 @@ def _remedy(value: Tensor, values: Sequence[Tensor], batch: Batch, parts: Sequen
     )
 
 
-def _tiny(family: ModuleType, config: Any) -> Decoder:
+def _tiny(family: ModuleType, config: Any, seed: int = 0, **changes: Any) -> Decoder:
     """Return a tiny model of a family on the CPU, in fp64, with random weights."""
-    with torch.device("cpu"), torch.random.fork_rng(devices=()):
-        torch.manual_seed(0)
-        model = family.Model(tiny_config(config), "sdpa").double()
-        for parameter in model.parameters():
-            nn.init.normal_(parameter, std=0.2)
+    with torch.device("cpu"):
+        model = family.Model(tiny_config(config, **changes), "sdpa").double()
+    _fill(model, seed)
     set_up_experts(model, ExpertTraining(), 1, groups=())
     return model  # type: ignore[no-any-return]
+
+
+def _fill(model: Decoder, seed: int = 0) -> None:
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(seed)
+        for parameter in model.parameters():
+            nn.init.normal_(parameter, std=0.2)
 
 
 def _terms_of(model: Decoder, part: Part) -> dict[str, tuple[Tensor, list[Tensor]]]:

@@ -60,6 +60,7 @@ _NO_MATTER = (
     "validation.steps",
     "validation.dataloader.",
     "model.elementwise",  # the layers that it makes one operator count, see below
+    "reference.path",  # as of the next
     "model.hf_assets_path",  # its effect on the model is in the model's own configuration
     "parallelism.data_parallel_shard_degree",  # -1 is a number of ranks, see below
     "activation_checkpoint.visualize_memory_budget_pareto",  # the curve is stored
@@ -75,7 +76,13 @@ _NO_MATTER = (
 )
 
 
-def fingerprint(config: JobConfig, model: Decoder, dims: ParallelDims, options: StepOptions) -> dict[str, str]:
+def fingerprint(
+    config: JobConfig,
+    model: Decoder,
+    dims: ParallelDims,
+    options: StepOptions,
+    reference: Decoder | None = None,
+) -> dict[str, str]:
     """Return all that a job's graphs depend on: the options that matter, the model, the ranks, the device, torch, and
     the sources of this package and of the user's own."""
     set_to = {
@@ -95,6 +102,7 @@ def fingerprint(config: JobConfig, model: Decoder, dims: ParallelDims, options: 
         **{f"degree of {axis}": str(degree) for axis, degree in dataclasses.asdict(dims).items()},
         **{f"the model's {key}": str(value) for key, value in vars(model.config).items() if key != "code"},
         "the model's parameters": _hash_of_parameters(model),
+        **_of_reference(reference),
         "torch": f"{torch.__version__} {torch.version.git_version}",
         # Another library's models are its source.
         **({"transformers": metadata.version("transformers")} if model.conversion is not None else {}),
@@ -105,10 +113,28 @@ def fingerprint(config: JobConfig, model: Decoder, dims: ParallelDims, options: 
     }
 
 
+def _of_reference(reference: Decoder | None) -> dict[str, str]:
+    if reference is None:
+        return {}
+    found = {f"the reference's {key}": str(value) for key, value in vars(reference.config).items() if key != "code"}
+    kind = type(reference)
+    return {
+        **found,
+        "the reference's class": f"{kind.__module__}.{kind.__qualname__}",
+        "the reference's parameters": _hash_of_parameters(reference),
+        **({"source of the reference": _hash_of_source(reference.source)} if reference.source is not None else {}),
+    }
+
+
 def _own_names(config: JobConfig) -> list[str]:
     """Return the dotted names of the user's own code that graphs depend on."""
-    named = (config.model.name, config.loss.name, *(each.pass_ for each in config.compile.extra_passes))
-    return [name for name in named if "." in name]
+    named = (
+        config.model.name,
+        config.loss.name,
+        config.training.step or "",
+        *(each.pass_ for each in config.compile.extra_passes),
+    )
+    return [name for name in named if "." in name and not name.startswith("torchtitan_graph.")]
 
 
 def _own_packages(names: Iterable[str]) -> list[str]:

@@ -142,7 +142,7 @@ def trace_steps(assembly: Assembly) -> Traced:
         device, capture = assembly.options.target.device, assembly.capture_per_kind
         evaluate = trace_eval_step(assembly.model, assembly.evaluation_loss, *other, device=device, capture=capture)
     logger.info(f"traced in {time.perf_counter() - begin:.1f} s, {len(train.gm.graph.nodes)} nodes")
-    flops = count_flops(train.gm, assembly.model.blocks, assembly.layout.gathers_rows)
+    flops = count_flops(train.gm, assembly.blocks, assembly.layout.gathers_rows)
     return Traced(train, evaluate, plan, flops, numbers_of(example, assembly.layout))
 
 

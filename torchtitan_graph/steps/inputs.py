@@ -16,6 +16,7 @@ from torchtitan_graph.parallel.layout import CP, Layout
 from torchtitan_graph.parallel.sequence import block_length, places_of
 from torchtitan_graph.parallel.verify import Numbers
 from torchtitan_graph.steps.assembly import Assembly
+from torchtitan_graph.steps.reference import masks_beside
 
 SEQ_LEN = "seq_len"  # the tokens of a row, where they differ from batch to batch
 
@@ -39,28 +40,35 @@ def shapes_of(masks: Any, shorter: Any, lengths: range) -> DynamicShapes:
     return shapes
 
 
-def of_this_rank(whole: Batch, model: Decoder, layout: Layout, on_host: Batch | None = None) -> tuple[Batch, Any]:
+def of_this_rank(
+    whole: Batch, model: Decoder, layout: Layout, on_host: Batch | None = None, reference: Decoder | None = None
+) -> tuple[Batch, Any]:
     """Return this rank's part of the rows, and its masks: of its own queries, and the whole rows' keys.
 
     Args:
         on_host: the same rows in the host's memory, to compute segments without waiting for the device.
+        reference: a model beside this one, whose masks are added.
     """
     L, device = whole.tokens_BL.shape[1], whole.tokens_BL.device
+    places_L: Tensor | None = None
     if layout.degree(CP) == 1:
         read = on_host if on_host is not None and model.attn == "varlen" else whole
-        return whole, model.masks(read.documents_BL, read.positions_BL, None, device)
+        rows = read.documents_BL, read.positions_BL, places_L, device
+        return whole, {**model.masks(*rows), **masks_beside(model, reference, *rows)}
     places_L = places_of(layout.rank(CP), L, layout.degree(CP), device)
-    masks = model.masks(whole.documents_BL, whole.positions_BL, places_L)
+    rows = whole.documents_BL, whole.positions_BL, places_L, device
+    masks = {**model.masks(*rows), **masks_beside(model, reference, *rows)}
     return Batch(*(x[:, places_L] for x in whole)), masks
 
 
 def example_inputs(assembly: Assembly, rows: tuple[int, int]) -> tuple[Batch, Any, Tensor]:
     """Return example inputs for tracing: random tokens if passes are to be verified on them, else on meta."""
     model, layout, options = assembly.model, assembly.layout, assembly.options
+    reference = None if assembly.reference is None else assembly.reference.model
     num_tokens = rows[0] * rows[1] * layout.dims.data
     if not options.verify:
         whole = Batch(*(torch.empty(rows, dtype=torch.int64, device="meta") for _ in Batch._fields))
-        return *of_this_rank(whole, model, layout), torch.tensor(num_tokens, device="meta")
+        return *of_this_rank(whole, model, layout, None, reference), torch.tensor(num_tokens, device="meta")
     generator = torch.Generator().manual_seed(options.seed + layout.data_rank)
     tokens, labels = torch.randint(model.config.vocab_size, (2, *rows), generator=generator)
     documents = (torch.rand(rows, generator=generator) < 0.01).long().cumsum(1)
@@ -69,7 +77,9 @@ def example_inputs(assembly: Assembly, rows: tuple[int, int]) -> tuple[Batch, An
         documents = torch.arange(rows[1]).div(block_length(rows[1], cp), rounding_mode="floor").expand(rows)
     on_host = Batch(tokens, labels, positions, documents)
     batch = on_host.to(options.target.device)
-    return *of_this_rank(batch, model, layout, on_host), torch.tensor(num_tokens, device=options.target.device)
+    return *of_this_rank(batch, model, layout, on_host, reference), torch.tensor(
+        num_tokens, device=options.target.device
+    )
 
 
 def numbers_of(example: Any, layout: Layout) -> Numbers:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from torchtitan_graph.compiler import Extra, Look
 from torchtitan_graph.config import JobConfig, job
-from torchtitan_graph.config.own import find_own_function
+from torchtitan_graph.config.own import find_own_function, find_own_step
 from torchtitan_graph.device import CudaRecorder, Recorders, Target
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
@@ -36,6 +36,13 @@ from torchtitan_graph.steps.choices import (
 from torchtitan_graph.steps.precompiled import Precompiled
 
 
+class NamedStep(NamedTuple):
+    """The user's step: the name that the user gives, and the function with its options."""
+
+    name: str
+    function: Callable[..., Any]
+
+
 @dataclasses.dataclass(frozen=True)
 class StepOptions:
     """Options of a model's steps, apart from its layout.
@@ -48,6 +55,7 @@ class StepOptions:
     cpu_offload      parameters, gradients and the optimizer's state rest in the host's memory
     loss_chunks      parts of the rows that are projected to logits one after another
     own_loss         the user's loss, in place of cross entropy
+    own_step         the user's step, in place of the forward pass and the loss
     regularizers     additions to cross entropy
     loss_parallel    under tensor parallelism logits stay sharded over the vocabulary for the loss
     async_tp         tensor parallelism's products overlap its communication
@@ -85,6 +93,7 @@ class StepOptions:
     cpu_offload: bool = False
     loss_chunks: int = 1
     own_loss: Callable[..., Any] | None = None
+    own_step: NamedStep | None = None
     regularizers: Regularizers = Regularizers()
     loss_parallel: bool = True
     async_tp: bool = False
@@ -177,6 +186,7 @@ def step_options(config: JobConfig, model: Decoder, num_microbatches: int, targe
         regions=plan_regions(config.compile, model, target.device),
         loss_chunks=training.loss_chunks,
         own_loss=None if config.loss.name == "cross_entropy" else find_own_function("loss.name", config.loss.name, 3),
+        own_step=own_step(training),
         regularizers=Regularizers(config.loss.label_smoothing, config.loss.z_loss),
         loss_parallel=not config.parallelism.disable_loss_parallel,
         async_tp=config.parallelism.enable_async_tensor_parallel,
@@ -194,6 +204,13 @@ def step_options(config: JobConfig, model: Decoder, num_microbatches: int, targe
         fused=_fused(config),
         optimizer=config.optimizer,
     )
+
+
+def own_step(training: job.Training) -> NamedStep | None:
+    """Return the step of `training.step`, None without one."""
+    if training.step is None:
+        return None
+    return NamedStep(training.step, find_own_step(training.step, training.step_options))
 
 
 def _fused(config: JobConfig) -> tuple[type[nn.Module], ...]:

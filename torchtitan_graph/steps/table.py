@@ -33,7 +33,7 @@ def step_table(
     Raises:
         UserError: the profile is not a trace, or of other graphs.
     """
-    one_document = assembly.model.visible_in_one_document(assembly.options.rows[1])
+    one_document = assembly.visible_in_one_document(assembly.options.rows[1])
     costs = dataclasses.replace(assembly.costs, visible=one_document)
     shown = _graphs(graphs)
     profile = measured(trace, list(itertools.chain.from_iterable(shown.values()))) if trace is not None else {}

@@ -124,7 +124,7 @@ def test_old_and_new_name_together_are_refused(tmp_path: Path) -> None:
             "global_batch_size = 0",
             "training.global_batch_size = 0: must be a whole number of at least 1 or -1",
         ),
-        ("stepz = 5", "training.stepz = 5: is not an option; did you mean training.steps?"),
+        ("stepss = 5", "training.stepss = 5: is not an option; did you mean training.steps?"),
         ("lr = 1e-3", "training.lr = 0.001: is not an option; did you mean optimizer.lr?"),
         ("zzzzzzzzzz = 5", "training.zzzzzzzzzz = 5: is not an option; --help lists all options"),
         ("dataloader = 5", "training.dataloader = 5: is a table; write [training.dataloader] and its keys below"),

@@ -9,7 +9,7 @@ from torchtitan_graph.config.nearest import did_you_mean, nearest
 @pytest.mark.parametrize(
     ("typed", "meant"),
     [
-        ("training.stepz", "training.steps"),
+        ("training.stepss", "training.steps"),
         ("trainnig.steps", "training.steps"),
         ("optimizer.wieght_dcay", "optimizer.weight_decay"),
         ("Parallelism.TensorParallelDegree", "parallelism.tensor_parallel_degree"),

@@ -258,7 +258,7 @@ def test_conversations_that_do_not_fit_may_be_refused():
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(1, 10), max_size=80))
 def test_best_fit_fills_rows(sizes):
-    bins = best_fit(sizes, 10)
+    bins = best_fit(sizes, 10, most=len(sizes))
     assert sorted(item for items in bins for item in items) == list(range(len(sizes)))
     filled = [sum(sizes[item] for item in items) for items in bins]
     assert all(0 < size <= 10 for size in filled)

@@ -8,6 +8,8 @@ a stack W of experts `W_lora_A` (E, r, in) and `W_lora_B` (E, out, r). Since B s
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -35,10 +37,13 @@ class LoRALinear(nn.Linear):
         nn.Module.__init__(self)
         self.in_features, self.out_features, self.scale = old.in_features, old.out_features, scale
         self.weight, self.bias = old.weight, old.bias
+        self.lora_is_off = False
         self.lora_A = Factor(old.in_features, rank, bias=False, device=old.weight.device)
         self.lora_B = Factor(rank, old.out_features, bias=False, device=old.weight.device)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.lora_is_off:
+            return super().forward(x)
         # The scale multiplies the narrow product: fewer numbers than the layer's result.
         return super().forward(x) + self.lora_B(self.lora_A(x) * self.scale)
 
@@ -52,14 +57,28 @@ def add_to_stack(experts: nn.Module, weight: str, rank: int, scale: float, *, is
     experts.register_parameter(f"{weight}_lora_A", nn.Parameter(stack.new_empty(E, rank, D)))
     experts.register_parameter(f"{weight}_lora_B", nn.Parameter(stack.new_empty(E, F, rank)))
     experts.lora_scale = scale  # type: ignore[assignment]
+    experts.lora_is_off = False  # type: ignore[assignment]
 
 
 def add_adapter(experts: nn.Module, weight: str, x_SD: Tensor, y_SF: Tensor, offsets_E: Tensor) -> Tensor:
     """Return experts' products with a stack of weights, plus its adapter's, if it has one."""
-    if (A_ERD := getattr(experts, f"{weight}_lora_A", None)) is None:
+    if (A_ERD := getattr(experts, f"{weight}_lora_A", None)) is None or experts.lora_is_off:
         return y_SF
     low_SR = grouped_mm(x_SD, A_ERD, offsets_E, transposed=True) * experts.lora_scale
     return y_SF + grouped_mm(low_SR, getattr(experts, f"{weight}_lora_B"), offsets_E, transposed=True)
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """Have a model compute inside as if it had no adapters."""
+    adapted = [module for module in model.modules() if hasattr(module, "lora_is_off")]
+    for module in adapted:
+        module.lora_is_off = True  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for module in adapted:
+            module.lora_is_off = False  # type: ignore[assignment]
 
 
 class Adapter(NamedTuple):

@@ -113,3 +113,24 @@ _RIGHT = adapt._roles
 
 def test_a_wrong_role_is_seen():
     assert all(run_on(2, off, Cell(TP2, FP64, lora=LORA, num_steps=3), share_B))
+
+
+WHOLE_BLOCKS = (("dim", 128), ("ffn_dim", 256))
+
+
+def packed(dims, precision, packing="nf4", **options):
+    """A cell whose weights next to adapters are packed: rows of whole blocks, after tensor parallelism's cut too."""
+    lora = (*LORA, ("base", packing))
+    return Cell(dims, precision, lora=lora, **{"changes": WHOLE_BLOCKS, "ffn_dim": 256, "num_steps": 3, **options})
+
+
+@pytest.mark.parametrize(
+    "cell", [packed(FSDP2, BF16, num_microbatches=2), packed(TP2, BF16, "float8")], ids=["FSDP-2", "TP-2"]
+)
+def test_packed_weights_in_the_graph_are_eagers(cell):
+    assert run_on(cell.dims.num_ranks, differences, cell) == [[]] * cell.dims.num_ranks
+
+
+@pytest.mark.parametrize("cell", [packed(TP2, FP64), packed(FSDP2, FP64)], ids=["TP-2", "FSDP-2"])
+def test_packed_weights_are_one_ranks(cell):
+    assert run_on(cell.dims.num_ranks, off, cell) == [[]] * cell.dims.num_ranks

@@ -57,6 +57,7 @@ RUN_DEFINING = (
     "model.lora.rank",
     "model.lora.alpha",
     "model.lora.rslora",
+    "model.lora.base",
     "model.lora.targets",
     "training.dataset",
     "training.dataset_path",

@@ -35,7 +35,7 @@ from torchtitan_graph.device import Target
 from torchtitan_graph.loss import Regularizers
 from torchtitan_graph.models.layers.adapt import adapt
 from torchtitan_graph.models.layers.decoder import Decoder
-from torchtitan_graph.models.layers.init import initial_weight, initialize
+from torchtitan_graph.models.layers.init import initial_values, initialize
 from torchtitan_graph.models.layers.moe import AuxiliaryLoss, Experts, ExpertTraining, set_up_experts
 from torchtitan_graph.models.spec import load_family, tiny_config
 from torchtitan_graph.optim import build_lr_scheduler, build_optimizer, clip_grad_norm
@@ -317,9 +317,8 @@ def build_plain(cell: Cell) -> PlainSteps:
     cast_parameters(model, cell.precision.storage)
     set_up_experts(model, ExpertTraining(cell.auxiliary), cell.num_parts, groups=())
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            std = model.initial_std(name)
-            parameter.copy_(initial_weight(name, parameter.shape, std, SEED, DEVICE, torch.float32))
+        for name, full in initial_values(model, SEED, DEVICE):
+            model.get_parameter(name).copy_(full)
     options = cell.options("eager")
     return PlainSteps(model, options.own_loss, options.regularizers)
 

@@ -9,7 +9,7 @@ below. Where none says it, a `bias` starts as zeros, and a `weight` of one dimen
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -108,14 +108,20 @@ def initial_weight(
 def initialize(model: nn.Module, seed: int, device: torch.device | None = None) -> None:
     """Draw every parameter of a materialized `Decoder` in full, one at a time, and keep this rank's shard; fill the
     buffers. The numbers depend on the kind of `device` that draws them: by default the parameter's."""
+    for name, full in initial_values(model, seed, device):
+        set_local(model.get_parameter(name), full)  # type: ignore[arg-type]
+    initialize_buffers(model)
+
+
+def initial_values(model: nn.Module, seed: int, device: torch.device | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Yield each parameter's name and its initial values, whole: fp32, or the bytes of a packed weight."""
     packings = packed_weights(model)
     for name, parameter in model.named_parameters():
         drawn_on, initial = device or parameter.device, model.initial_std(name)  # type: ignore[operator]
         packing = packings.get(name)
         shape = wide_shape(parameter.shape, packing) if packing else parameter.shape
         full = initial_weight(name, shape, initial, seed, drawn_on, torch.float32)
-        set_local(parameter, pack(full, packing) if packing else full)  # type: ignore[arg-type]
-    initialize_buffers(model)
+        yield name, pack(full, packing) if packing else full
 
 
 @torch.no_grad()

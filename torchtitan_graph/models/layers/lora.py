@@ -58,11 +58,11 @@ class LoRALinear(nn.Linear):
 
 
 def _held(weight: nn.Parameter, packing: str) -> nn.Parameter:
-    """Return the parameter on meta that holds a weight."""
+    """Return the parameter that holds a weight, its values not yet those."""
     if not packing:
         return weight
     shape = packed_shape(weight.shape, packing)
-    return nn.Parameter(torch.empty(shape, dtype=torch.uint8, device="meta"), requires_grad=False)
+    return nn.Parameter(weight.new_empty(shape, dtype=torch.uint8), requires_grad=False)
 
 
 class _Product(torch.autograd.Function):

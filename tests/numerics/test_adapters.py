@@ -162,7 +162,8 @@ def test_packed_weights_in_the_graph_are_eagers(cell):
         slow_packed(CP2, FP64),
         slow_packed(PP2, FP64, num_microbatches=2),
         slow_packed(EP2, FP64, **MOE_BLOCKS),
-        slow_packed(TP2, FP64, **MOE_BLOCKS),
+        # Later, gradients of A are so small that Adam's eps shows rounding in the parameters.
+        slow_packed(TP2, FP64, **MOE_BLOCKS, num_steps=1),
         slow_packed(TP2, FP64, family="deepseek_v3", changes=LATENT),
     ],
 )

@@ -14,6 +14,7 @@ from torchtitan_graph.config import load, target_of
 from torchtitan_graph.data.tokenizer import Tokenizer, find_assets, load_tokenizer
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.models.hf import allocate, check_weights, choose_model, load_weights, new_model
+from torchtitan_graph.models.layers.adapt import check_packed
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.models.layers.init import initialize_buffers
 from torchtitan_graph.models.spec import plan_of
@@ -66,6 +67,7 @@ def open_model(
     family, model, tokenizer, assets = describe_hf(folder) if is_hf else describe(weights, config)
     if dims is not None:
         check_plan(model, plan_of(family, model), dims)
+        check_packed(model, plan_of(family, model), dims)
     if is_hf:
         check_weights(model, family, weights)  # before any memory is allocated
     if dims is None:

@@ -49,6 +49,7 @@ from torchtitan_graph.metrics import (
 )
 from torchtitan_graph.models.hf import load_adapter, load_weights, save_adapter, save_weights
 from torchtitan_graph.models.layers.init import initialize
+from torchtitan_graph.models.layers.lora import num_elements, packed_weights
 from torchtitan_graph.models.spec import plan_of
 from torchtitan_graph.optim import (
     Average,
@@ -109,7 +110,10 @@ class Trainer:
             )
             self._log_model()
             self.model_table = model_table(
-                self.model, plan_of(blueprint.family, self.model), blueprint.options.precision.storage
+                self.model,
+                plan_of(blueprint.family, self.model),
+                blueprint.options.precision.storage,
+                packed_weights(self.model),
             )
             self.scope_table = ""  # cost of the step's modules and functions, where it is shown
             self.planned = ""  # the forecast of its memory, in words; "" in eager mode
@@ -144,8 +148,7 @@ class Trainer:
 
     def _log_model(self) -> None:
         config = self.config
-        number = sum(p.numel() for p in self.model.parameters())
-        trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+        number, trained = num_elements(self.model), num_elements(self.model, only_trained=True)
         of_them = f", {trained:,} of them trained" if trained < number else ""
         logger.info(
             f"{config.model.name} {config.model.flavor or 'as in config.json'}: {number:,} parameters{of_them}, "

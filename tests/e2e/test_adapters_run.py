@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from torchtitan_graph.models import llama3
 from torchtitan_graph.models.hf import to_hf
 from torchtitan_graph.models.hf.places import stored_as
+from torchtitan_graph.ops.packed import pack, unpack
 
 TOKENIZER = REPOSITORY / "tests" / "assets" / "tokenizer"
 LORA = ("--model.lora.rank", "4", "--model.lora.targets", "*.attention,*.w2")
@@ -93,3 +94,43 @@ def test_the_script_writes_the_same_files(number: int, options: tuple[str, ...],
         load_file(path) for path in (tmp_path / "a" / Path(FILES[number]).name, whole / "checkpoint" / FILES[number])
     )
     assert written.keys() == expected.keys() and all(torch.equal(x, expected[n]) for n, x in written.items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("packing", ["nf4", "float8"])
+def test_a_packed_base_is_that_of_the_folder_in_every_layout_and_goes_on(packing: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    to_hf(
+        llama3.Model(llama3.Config(128, 2, 4, 2, 256, vocab_size=2048, rope_scaling=None)),
+        tmp_path / "hf",
+        assets=TOKENIZER,
+    )
+    of_lora = ("--model.lora.base", packing, "--lr_scheduler.total_steps", "4", *EXPORTS)
+    four = ("--training.steps", "4", *of_lora)
+    run(tmp_path / "hf", tmp_path / "a", *four)
+    run(tmp_path / "hf", tmp_path / "b", "--training.steps", "2", *of_lora)
+    run(tmp_path / "hf", tmp_path / "b", *four)
+    assert saved(tmp_path / "a", 4) == saved(tmp_path / "b", 4)
+    run(tmp_path / "hf", tmp_path / "tp", *four, "--parallelism.tensor_parallel_degree", "2")
+    start = load_file(tmp_path / "hf" / "model.safetensors")
+    for folder in ("a", "tp"):
+        found = parameters(tmp_path / folder, 4)
+        for name in ("layers.0.attention.wo.weight", "layers.1.feed_forward.w2.weight"):
+            whole = start[stored_as(llama3.HF_KEYS, name).name]  # type: ignore[union-attr]
+            assert found[name] == digest(pack(whole, packing)), (folder, name)
+    adapter, merged = (load_file(tmp_path / "a" / "checkpoint" / name) for name in FILES)
+    q_proj = "model.layers.0.self_attn.q_proj"
+    A, B = (adapter[f"base_model.model.{q_proj}.lora_{x}.weight"] for x in "AB")
+    base = unpack(pack(start[f"{q_proj}.weight"], packing), packing, torch.float32)
+    torch.testing.assert_close(merged[f"{q_proj}.weight"], base + 4 * B @ A, rtol=0, atol=1e-6)
+    code, output = train(
+        "--job.dump_folder",
+        str(tmp_path / "a"),
+        *LORA,
+        "--model.name=llama3",
+        "--model.hf_assets_path",
+        str(tmp_path / "hf"),
+        "--training.steps",
+        "5",
+    )
+    assert code and "model.lora.base" in output, "another run"

@@ -24,6 +24,7 @@ from matrix import (
 from pool import run_on
 from torchtitan_graph.models.layers import adapt
 from torchtitan_graph.parallel.layout import ParallelDims
+from torchtitan_graph.parallel.recompute import Recompute
 
 LORA = (("rank", 4), ("alpha", 8.0))
 FROZEN = ("tok_embeddings", "layers.[01].*", "layers.2.attention.w[qk]")
@@ -113,3 +114,58 @@ _RIGHT = adapt._roles
 
 def test_a_wrong_role_is_seen():
     assert all(run_on(2, off, Cell(TP2, FP64, lora=LORA, num_steps=3), share_B))
+
+
+WHOLE_BLOCKS = (("dim", 128), ("ffn_dim", 256))
+MOE_BLOCKS = {
+    "family": "qwen3",
+    "flavor": "debugmodel_moe",
+    "changes": (("dim", 128), ("moe_ffn_dim", 128), ("head_dim", 64)),
+}
+LATENT = (*WHOLE_BLOCKS, ("moe_ffn_dim", 128), ("kv_lora_rank", 64), ("nope_dim", 64), ("rope_dim", 64), ("v_dim", 64))
+
+
+def packed(dims, precision, packing="nf4", **options):
+    """A cell whose weights next to adapters are packed: rows of whole blocks, after tensor parallelism's cut too."""
+    lora = (*LORA, ("base", packing))
+    return Cell(dims, precision, lora=lora, **{"changes": WHOLE_BLOCKS, "ffn_dim": 256, "num_steps": 3, **options})
+
+
+def slow_packed(*cell, **options):
+    return pytest.param(packed(*cell, **options), marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        packed(FSDP2, BF16, num_microbatches=2),
+        packed(TP2, BF16, "float8"),
+        slow_packed(FSDP2_TP2, BF16),
+        slow_packed(CP2, BF16),
+        slow_packed(EP2, BF16, **MOE_BLOCKS),
+        slow_packed(TP2_EP2, BF16, "float8", **MOE_BLOCKS),
+        slow_packed(FSDP2, BF16, capture="dynamo"),
+        slow_packed(FSDP2, BF16, recompute=Recompute(every=1)),
+        slow_packed(TP2, BF16, family="deepseek_v3", changes=LATENT),
+    ],
+)
+def test_packed_weights_in_the_graph_are_eagers(cell):
+    assert run_on(cell.dims.num_ranks, differences, cell) == [[]] * cell.dims.num_ranks
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        packed(TP2, FP64),
+        slow_packed(FSDP2, FP64, "float8"),
+        slow_packed(FSDP2_TP2, FP64),
+        slow_packed(CP2, FP64),
+        slow_packed(PP2, FP64, num_microbatches=2),
+        slow_packed(EP2, FP64, **MOE_BLOCKS),
+        # Later, gradients of A are so small that Adam's eps shows rounding in the parameters.
+        slow_packed(TP2, FP64, **MOE_BLOCKS, num_steps=1),
+        slow_packed(TP2, FP64, family="deepseek_v3", changes=LATENT),
+    ],
+)
+def test_packed_weights_are_one_ranks(cell):
+    assert run_on(cell.dims.num_ranks, off, cell) == [[]] * cell.dims.num_ranks

@@ -39,7 +39,7 @@ from torchtitan_graph.device import Target
 from torchtitan_graph.loss import Regularizers
 from torchtitan_graph.models.layers.adapt import adapt
 from torchtitan_graph.models.layers.decoder import Decoder
-from torchtitan_graph.models.layers.init import initial_weight, initialize
+from torchtitan_graph.models.layers.init import initial_values, initialize
 from torchtitan_graph.models.layers.moe import AuxiliaryLoss, Experts, ExpertTraining, set_up_experts
 from torchtitan_graph.models.spec import load_family, tiny_config
 from torchtitan_graph.optim import build_lr_scheduler, build_optimizer, clip_grad_norm
@@ -398,9 +398,8 @@ def build_plain(cell: Cell) -> PlainSteps:
 def _plain(model: Decoder, cell: Cell, seed: int) -> Decoder:
     cast_parameters(model, cell.precision.storage)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            std = model.initial_std(name)
-            parameter.copy_(initial_weight(name, parameter.shape, std, seed, DEVICE, torch.float32))
+        for name, full in initial_values(model, seed, DEVICE):
+            model.get_parameter(name).copy_(full)
     return model
 
 

@@ -58,6 +58,7 @@ RUN_DEFINING = (
     "model.lora.rank",
     "model.lora.alpha",
     "model.lora.rslora",
+    "model.lora.base",
     "model.lora.targets",
     "training.step",
     "training.step_options",

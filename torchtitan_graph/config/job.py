@@ -89,6 +89,12 @@ class Lora:
     rank: int = option(0, "Rank of the adapters; 0: there are none.", minimum=0)
     alpha: float = option(16.0, "A weight W acts as W + alpha / rank * B @ A.", minimum=0)
     rslora: bool = option(False, "Divide alpha by the square root of the rank instead (rank-stabilized LoRA).")
+    base: str = option(
+        "",
+        "How the frozen weights next to adapters are held (QLoRA). nf4: 4 bits a number; float8: 8 bits; both in blocks"
+        " of 64 with a scale, unpacked where they are used. Not set: in training.dtype.",
+        choices=("", "nf4", "float8"),
+    )
     targets: list[str] = option(
         ["*"],
         "Linear layers with adapters, and stacks of experts' weights, as patterns of names or of beginnings of names,"

@@ -343,6 +343,7 @@ NAMES_ELSEWHERE = {
         "model.freeze": "freeze_layers frozen_modules unfrozen_parameters freeze_trainable_layers training.freeze",
         "model.lora.rank": "lora_r lora_rank lora.r model.lora.r peft_rank adapter peft use_peft use_lora",
         "model.lora.alpha": "lora_alpha",
+        "model.lora.base": "load_in_4bit load_in_8bit qlora use_qlora quantize_base bnb_4bit_quant_type",
         "model.lora.targets": "target_modules lora_target_modules lora_target",
         "model.converters": "fp8 use_fp8",
         "quantize.linear.float8.recipe_name": "fp8_recipe",

@@ -27,7 +27,7 @@ from torchtitan_graph.capture.step import SideOutputs
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.models.layers.decoder import LOAD, Decoder, check_attn
 from torchtitan_graph.models.layers.init import STD, Constant, Drawn, Initial, allocate, said_initial
-from torchtitan_graph.models.layers.lora import is_adapter
+from torchtitan_graph.models.layers.lora import is_adapter, packed_weights
 from torchtitan_graph.models.layers.masks import Rule, all_of, begins_of, causal, chunked, same_document, sliding
 from torchtitan_graph.models.layers.moe import move_correction_bias
 from torchtitan_graph.models.layers.of_transformers import (
@@ -41,6 +41,7 @@ from torchtitan_graph.models.layers.of_transformers import (
     is_router_trained,
     run_with,
 )
+from torchtitan_graph.ops.packed import wide_shape
 from torchtitan_graph.transformers_private import (
     CORNER,
     Conversion,
@@ -610,7 +611,8 @@ class Model(Decoder):
         if corner.dim() > 1 and corner.mean().abs() < corner.std() / 4:
             smaller = draw(torch.Size(min(size, CORNER // 2) for size in corner.shape))
             if not 0.8 < smaller.std() / corner.std() < 1.25:  # it depends on the sizes, as Kaiming's
-                corner = draw(self.get_parameter(name).shape)
+                shape, packing = self.get_parameter(name).shape, packed_weights(self).get(name)
+                corner = draw(wide_shape(shape, packing) if packing else shape)
             return float(corner.std())
         return Drawn(draw)
 

@@ -156,6 +156,8 @@ def _storage(name: str, parameter: Tensor, layout: Layout, precision: Precision,
     shard = StridedShard(dim, split_factor=num_pieces) if num_pieces > 1 else Shard(dim)
     replicate = (Replicate(),) if layout.degree(DP_REPLICATE) > 1 else ()
     placements = (*replicate, shard, *compute)
+    if not parameter.is_floating_point():  # packed in bytes, which no layout casts
+        precision = Precision(parameter.dtype, parameter.dtype, parameter.dtype)
     how = precision, dim, on_host, parameter.requires_grad
     return Storage(mesh, axis, DP_REPLICATE, placements, parameter.shape, compute_shape, *how)
 

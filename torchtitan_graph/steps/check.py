@@ -14,6 +14,7 @@ from torchtitan_graph.data.batch import BYTES_PER_TOKEN
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.blocks import block_of
 from torchtitan_graph.log import logger
+from torchtitan_graph.models.layers.adapt import check_packed
 from torchtitan_graph.models.layers.attention import flex_cpu_bytes
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.models.layers.masks import dense_mask_bytes
@@ -39,6 +40,7 @@ def check_steps(
     _check_state(config, model, dims)
     plan = plan_of(family, model)
     check_plan(model, plan, dims)
+    check_packed(model, plan, dims)
     _check_parameters(config, model)
     check_cut(options.float8, model, plan, dims.tp)
     _check_loss_chunks(config, model, dims, options)

@@ -382,7 +382,7 @@ def test_help_on_one_table(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["base", "do_train", "training.max_tokens", "compile.fullgraph"],
+    ["do_train", "training.max_tokens", "compile.fullgraph"],
 )
 def test_what_is_like_no_option_gets_no_hint(name: str) -> None:
     (problem,) = problems([f"--{name}", "1"])

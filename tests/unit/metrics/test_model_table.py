@@ -16,7 +16,7 @@ class Model(nn.Module):
 
 def test_layers_alike_are_one_row() -> None:
     plan = {"table": {"tp": "embedding"}, "layers.*": {"tp": "partial"}, "layers.*.w.weight": {"tp": "shard 0"}}
-    assert model_table(Model(), plan, torch.bfloat16).splitlines() == [
+    assert model_table(Model(), plan, torch.bfloat16, {}).splitlines() == [
         "80 parameters",
         "",
         "| module | parameter | shape | number | elements | role | dtype |",

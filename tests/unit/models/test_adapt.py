@@ -11,11 +11,11 @@ from torchtitan_graph.config import check, job, load, target_of
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.models import llama3
 from torchtitan_graph.models.hf import allocate, choose_model
-from torchtitan_graph.models.layers.adapt import add_adapters, freeze
+from torchtitan_graph.models.layers.adapt import add_adapters, check_packed, freeze
 from torchtitan_graph.models.layers.decoder import LOAD, Decoder
 from torchtitan_graph.models.layers.init import initial_weight, initialize
 from torchtitan_graph.models.layers.lora import adapter_parameters, adapters_of
-from torchtitan_graph.models.spec import load_family, tiny_config
+from torchtitan_graph.models.spec import load_family, plan_of, tiny_config
 from torchtitan_graph.parallel.layout import ParallelDims
 from torchtitan_graph.parallel.parallelize import check_plan, parameter_roles
 
@@ -100,11 +100,28 @@ def test_by_default_all_linear_layers_and_experts_of_blocks_have_adapters() -> N
         ({"targets": ["*.wqq"]}, r"targets = '\*.wqq': matches no linear layer of a block"),
         ({"targets": ["*.attention_norm"]}, "targets = .* matches no linear layer of a block"),
         ({"rank": 65}, "rank = 65: layers.0.attention.wq is 64 x 64, .* which has no such rank; lower it"),
+        ({"base": "nf4"}, "base = 'nf4': rows of layers.0.feed_forward.w2 have .* no multiple of 64; leave it out of"),
     ],
 )
 def test_what_can_not_have_an_adapter_is_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(UserError, match=f"model.lora..*{message}"):
         with_adapters("llama3", **options)
+
+
+def test_packed_rows_are_cut_between_blocks() -> None:
+    model = with_adapters("llama3", targets=["*.wo"], base="nf4")  # 64 numbers, a block
+    check_packed(model, plan_of(llama3, model), ParallelDims(dp_shard=2))
+    with pytest.raises(
+        UserError, match=r"tensor_parallel_degree = 2: cuts the rows of 64 numbers of layers.0.*divides 1"
+    ):
+        check_packed(model, plan_of(llama3, model), ParallelDims(tp=2))
+    rows = with_adapters("llama3", targets=["*.wq"], base="nf4")
+    check_packed(rows, plan_of(llama3, rows), ParallelDims(tp=2))
+
+
+def test_stacks_of_another_library_are_not_packed() -> None:
+    with pytest.raises(UserError, match="model.lora.base = 'float8': .* is a stack of experts of another library"):
+        with_adapters("transformers", "mixtral", base="float8", targets=["*.experts"])
 
 
 def test_neither_routers_nor_layers_of_another_class_have_adapters() -> None:

@@ -24,8 +24,9 @@ from torchtitan_graph.models.hf.peft import adapter_places
 from torchtitan_graph.models.layers.adapt import add_adapters
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.models.layers.init import initialize
-from torchtitan_graph.models.layers.lora import adapter_parameters, adapters_of
+from torchtitan_graph.models.layers.lora import adapter_parameters, adapters_of, num_elements
 from torchtitan_graph.models.spec import load_family, tiny_config
+from torchtitan_graph.ops.packed import pack, unpack
 
 TOKENS = torch.arange(24).view(2, 12) % 64
 
@@ -177,3 +178,44 @@ def test_other_layers_and_shapes_are_listed_and_pickles_refused(tmp_path: Path) 
     weights.rename(tmp_path / "a" / "adapter_model.bin")
     with pytest.raises(UserError, match="is a pickle, which can run code"):
         check_adapter(model, family, tmp_path / "a")
+
+
+@pytest.mark.parametrize("packing", ["nf4", "float8"])
+@pytest.mark.parametrize(("name", "flavor"), [("llama3", "debugmodel"), ("qwen3", "debugmodel_moe")])
+def test_packed_weights_compute_what_they_stand_for(name: str, flavor: str, packing: str, tmp_path: Path) -> None:
+    family = load_family(name)
+    sizes = {"vocab_size": 64, "dim": 128, "ffn_dim": 128, "moe_ffn_dim": 64, "head_dim": 32}
+    fields = family.FLAVORS[flavor].__dataclass_fields__
+    models = []
+    for base in ("", packing):
+        with torch.device("meta"):
+            config = tiny_config(family.FLAVORS[flavor], **{k: v for k, v in sizes.items() if k in fields})
+            model = family.Model(config, "sdpa")
+        add_adapters(model, family, job.Lora(rank=4, alpha=6.0, base=base))
+        allocate(model, torch.float32)
+        initialize(model, 0)
+        set_adapters(model, 0.1)
+        models.append(model)
+    plain, packed = models
+    save_weights(packed, family, tmp_path / "merged")  # with the adapters
+    for weight, adapter in adapters_of(packed).items():
+        numbers = unpack(packed.get_parameter(weight), packing, torch.float32)
+        assert not torch.equal(numbers, plain.get_parameter(weight))
+        plain.get_parameter(weight).data.copy_(numbers)
+        assert torch.equal(packed.get_parameter(weight), pack(numbers, packing)) and adapter.packing == packing
+    ours, theirs = packed(TOKENS), plain(TOKENS)
+    assert torch.equal(ours, theirs)
+    mine, expected = gradients(packed, ours), gradients(plain, theirs)
+    assert mine.keys() == expected.keys() == adapter_parameters(packed)
+    assert all(torch.equal(x, expected[n]) for n, x in mine.items())
+
+    set_adapters(plain, 0.0)
+    save_weights(plain, family, tmp_path / "base")
+    with torch.no_grad():
+        for weight in adapters_of(packed):
+            packed.get_parameter(weight).zero_()
+    load_weights(packed, family, tmp_path / "base")
+    assert torch.equal(packed(TOKENS), ours)
+    load_weights(plain, family, tmp_path / "merged")
+    assert are_close(plain(TOKENS), ours)
+    assert num_elements(packed) == num_elements(plain)

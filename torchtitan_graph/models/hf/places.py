@@ -8,13 +8,17 @@ from collections.abc import Iterator, Mapping
 from types import ModuleType
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.models.hf.files import Ranges
-from torchtitan_graph.models.layers.lora import adapter_parameters
+from torchtitan_graph.models.layers.lora import adapter_parameters, packed_weights
 from torchtitan_graph.models.layers.stored import Stored
+from torchtitan_graph.ops.packed import wide_shape
 from torchtitan_graph.parallel.chunk import chunk_of
+from torchtitan_graph.torch_private.distributed import dtensor_spec, make_dtensor
 
 
 class Files(Protocol):
@@ -69,10 +73,20 @@ class Place:
 
 def live_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return the tensors of a model that files store: every parameter but adapters', tied ones once, and every
-    persistent buffer."""
+    persistent buffer. A packed weight is a stand-in on meta, as files have it."""
     kept, of_adapters = model.state_dict().keys(), adapter_parameters(model)  # without buffers that are computed again
-    parameters = {name: p for name, p in model.named_parameters() if name not in of_adapters}
+    parameters: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if name not in of_adapters}
+    parameters |= {name: unpacked(parameters[name], how, "meta") for name, how in packed_weights(model).items()}
     return {**parameters, **{name: b for name, b in model.named_buffers() if name in kept}}
+
+
+def unpacked(packed: Tensor, packing: str, device: torch.device | str) -> nn.Parameter:
+    """Return new memory for the numbers of a packed weight, cut as it is, in fp32."""
+    shape, local = wide_shape(packed.shape, packing), chunk_of(packed).local
+    new = torch.empty(wide_shape(local.shape, packing), device=device)
+    if isinstance(packed, DTensor):
+        new = make_dtensor(new, dtensor_spec(packed.device_mesh, packed.placements, shape, new.dtype))
+    return nn.Parameter(new, requires_grad=False)
 
 
 def places(family: ModuleType, model: nn.Module) -> list[Place]:

@@ -1,10 +1,12 @@
 """Load Hugging Face's files into a live model in any layout: each rank reads its own shard of each tensor.
 
-At most one expert, or one matrix, of one tensor of the files is in memory at a time.
+At most one expert, or one matrix, of one tensor of the files is in memory at a time; of a packed weight, this rank's
+shard of it.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
 from collections.abc import Iterable
 from pathlib import Path
@@ -19,8 +21,11 @@ from torchtitan_graph.log import logger
 from torchtitan_graph.models.hf.architecture import config_of, differences, is_of, with_mtp_layers
 from torchtitan_graph.models.hf.converted import Converted, converted_places
 from torchtitan_graph.models.hf.files import Folder, read_json
-from torchtitan_graph.models.hf.places import Place, live_tensors, places, tied_places
+from torchtitan_graph.models.hf.places import Place, live_tensors, places, tied_places, unpacked
 from torchtitan_graph.models.hf.quantized import DequantizedFolder
+from torchtitan_graph.models.layers.lora import packed_weights
+from torchtitan_graph.ops.packed import pack
+from torchtitan_graph.parallel.chunk import chunk_of
 
 METHODS = ("fp8", "mxfp4")  # config.json's names of the methods that DequantizedFolder reads
 AnyPlace = Place | Converted
@@ -48,9 +53,15 @@ def load_weights(model: nn.Module, family: ModuleType, path: Path, *, quantized:
     if skipped:
         logger.info(f"{folder.path}: {len(skipped)} tensors are no part of this model, such as {min(skipped)}")
     _check_config(model, family, path)
+    packings = packed_weights(model)
     for place in wanted:
+        if packing := packings.get(place.ours):
+            packed = model.get_parameter(place.ours)
+            place = dataclasses.replace(place, tensor=unpacked(packed, packing, chunk_of(packed).local.device))
         for target, found in place.pieces(folder):
             target.copy_(found)
+        if packing:
+            chunk_of(packed).local.copy_(pack(chunk_of(place.tensor).local, packing))
     for place in tied:
         for target, found in place.pieces(folder):
             if not torch.equal(target.cpu(), found.to(target.dtype)):

@@ -20,6 +20,7 @@ from torchtitan_graph.models.hf.files import INDEX, SINGLE, NewFolder, num_bytes
 from torchtitan_graph.models.hf.places import Place, live_tensors, places
 from torchtitan_graph.models.layers.lora import Adapter, adapters_of, merged
 from torchtitan_graph.models.layers.stored import Stored
+from torchtitan_graph.ops.packed import unpack
 from torchtitan_graph.parallel.agree import on_rank_0
 from torchtitan_graph.parallel.chunk import gather_whole
 
@@ -135,10 +136,12 @@ class _Unit:
     def _gathered(self, place: Place, model: nn.Module, adapter: Adapter | None) -> Tensor | None:
         if adapter is None:
             return gather_whole(place.tensor, self.dtype_of(place))
-        every = [place.tensor, *(model.get_parameter(name).detach() for name in (adapter.A, adapter.B))]
+        every = (model.get_parameter(name).detach() for name in (place.ours, adapter.A, adapter.B))
         weight, A, B = (gather_whole(x, x.dtype) for x in every)
         if weight is None or A is None or B is None:
             return None
+        if adapter.packing:
+            weight = unpack(weight, adapter.packing, torch.float32)
         return merged(weight, A, B, adapter).to(self.dtype_of(place))
 
     def file_tensors(self, found: list[Tensor]) -> dict[str, Tensor]:

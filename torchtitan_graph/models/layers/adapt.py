@@ -7,20 +7,21 @@ import fnmatch
 from collections.abc import Collection, Mapping, Sequence
 from types import ModuleType
 
-from torch import nn
+from torch import Tensor, nn
 
 from torchtitan_graph.config import job
 from torchtitan_graph.errors import UserError, listed
 from torchtitan_graph.log import logger
 from torchtitan_graph.models.layers.decoder import Decoder
-from torchtitan_graph.models.layers.lora import LoRALinear, adapter_parameters, add_to_stack
+from torchtitan_graph.models.layers.lora import LoRALinear, adapter_parameters, add_to_stack, packed_weights
 from torchtitan_graph.models.layers.moe import Experts
 from torchtitan_graph.models.spec import plan_of
-from torchtitan_graph.parallel.layout import EP, TP
+from torchtitan_graph.ops.packed import BLOCK, wide_shape
+from torchtitan_graph.parallel.layout import EP, TP, ParallelDims
 from torchtitan_graph.parallel.parallelize import pattern_matches
-from torchtitan_graph.parallel.plan import Plan
+from torchtitan_graph.parallel.plan import Plan, tensor_roles
 
-_FREEZE, _TARGETS = "model.freeze", "model.lora.targets"
+_FREEZE, _TARGETS, _BASE = "model.freeze", "model.lora.targets", "model.lora.base"
 
 
 def adapt(model: Decoder, family: ModuleType, options: job.Model) -> None:
@@ -101,21 +102,59 @@ def add_adapters(model: Decoder, family: ModuleType, options: job.Lora) -> None:
     if narrow := [n for n in layers if n in chosen and rank > min(layers[n].weight.shape)]:
         sizes = [f"{name} is {' x '.join(map(str, layers[name].weight.shape))}" for name in narrow]
         raise UserError(f"model.lora.rank = {rank}: {listed(sizes, 3)}, which has no such rank; lower it")
+    if options.base:
+        linear = {name: layer.weight for name, layer in layers.items()}
+        every = linear | {name: model.get_parameter(name) for name in stacks}
+        _check_packable(model, options.base, {name: x for name, x in every.items() if name in chosen})
     model.requires_grad_(False)
-    new = {layers[name]: LoRALinear(layers[name], rank, scale) for name in layers if name in chosen}
+    new = {layers[name]: LoRALinear(layers[name], rank, scale, options.base) for name in layers if name in chosen}
     for name, old in [*model.named_modules(remove_duplicate=False)]:  # a layer may have several names
         if old in new:
             owner, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(owner), leaf, new[old])  # type: ignore[index]
     for name in (name for name in stacks if name in chosen):
         owner, _, leaf = name.rpartition(".")
-        add_to_stack(model.get_submodule(owner), leaf, rank, scale, is_transposed=stacks[name])
+        add_to_stack(model.get_submodule(owner), leaf, rank, scale, options.base, is_transposed=stacks[name])
     weights = [f"{name}.weight" if name in layers else name for name in candidates if name in chosen]
     model.PLAN = {**plan_of(family, model), **_roles(plan_of(family, model), model, weights)}  # type: ignore[assignment]
     model.lora = options
     number = sum(model.get_parameter(name).numel() for name in adapter_parameters(model))
     added = f"{len(weights)} weights have adapters of rank {rank}, {number:,} parameters"
-    logger.info(f"model.lora: {added}; all else is frozen")
+    packed = f", these weights in {options.base}" if options.base else ""
+    logger.info(f"model.lora: {added}; all else is frozen{packed}")
+
+
+def _check_packable(model: nn.Module, packing: str, weights: Mapping[str, Tensor]) -> None:
+    """Raise a UserError unless all weights, by the names of their layers or stacks, can be packed."""
+    at, remedy = f"{_BASE} = {packing!r}", "leave it out of model.lora.targets, or model.lora.base at ''"
+    for name, weight in weights.items():
+        if weight.dim() == 3 and not isinstance(model.get_submodule(name.rpartition(".")[0]), Experts):
+            raise UserError(
+                f"{at}: {name} is a stack of experts of another library, which is not packed here; {remedy}"
+            )
+        width = weight.shape[-1]
+        if width % BLOCK:
+            raise UserError(f"{at}: rows of {name} have {width} numbers, no multiple of {BLOCK}; {remedy}")
+
+
+def check_packed(model: nn.Module, plan: Plan, dims: ParallelDims) -> None:
+    """Check that tensor parallelism cuts packed weights between blocks.
+
+    Raises:
+        UserError: it does not, with the layer's name.
+    """
+    roles, packings = tensor_roles(plan, dims) if dims.tp > 1 else {}, packed_weights(model)
+    for name, packing in packings.items():
+        parameter = model.get_parameter(name)
+        cuts_rows = any(
+            pattern_matches(pattern, name) and role == f"shard {parameter.dim() - 1}" for pattern, role in roles.items()
+        )
+        if cuts_rows and (width := wide_shape(parameter.shape, packing)[-1]) % (dims.tp * BLOCK):
+            raise UserError(
+                f"parallelism.tensor_parallel_degree = {dims.tp}: cuts the rows of {width} numbers of {name}, which"
+                f" {_BASE} = {packing!r} packs in blocks of {BLOCK}, inside a block; choose a degree that divides"
+                f" {width // BLOCK}, or leave the layer out of model.lora.targets"
+            )
 
 
 def _linear_layers(model: Decoder) -> dict[str, nn.Linear]:

@@ -9,14 +9,15 @@ below. Where none says it, a `bias` starts as zeros, and a `weight` of one dimen
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.models.layers.lora import is_adapter
+from torchtitan_graph.models.layers.lora import is_adapter, packed_weights
+from torchtitan_graph.ops.packed import pack, wide_shape
 from torchtitan_graph.parallel.storage import set_local
 from torchtitan_graph.torch_private.tensors import num_writes
 
@@ -107,11 +108,20 @@ def initial_weight(
 def initialize(model: nn.Module, seed: int, device: torch.device | None = None) -> None:
     """Draw every parameter of a materialized `Decoder` in full, one at a time, and keep this rank's shard; fill the
     buffers. The numbers depend on the kind of `device` that draws them: by default the parameter's."""
+    for name, full in initial_values(model, seed, device):
+        set_local(model.get_parameter(name), full)  # type: ignore[arg-type]
+    initialize_buffers(model)
+
+
+def initial_values(model: nn.Module, seed: int, device: torch.device | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Yield each parameter's name and its initial values, whole: fp32, or the bytes of a packed weight."""
+    packings = packed_weights(model)
     for name, parameter in model.named_parameters():
         drawn_on, initial = device or parameter.device, model.initial_std(name)  # type: ignore[operator]
-        full = initial_weight(name, parameter.shape, initial, seed, drawn_on, torch.float32)
-        set_local(parameter, full)  # type: ignore[arg-type]
-    initialize_buffers(model)
+        packing = packings.get(name)
+        shape = wide_shape(parameter.shape, packing) if packing else parameter.shape
+        full = initial_weight(name, shape, initial, seed, drawn_on, torch.float32)
+        yield name, pack(full, packing) if packing else full
 
 
 @torch.no_grad()
@@ -137,7 +147,10 @@ def initialize_buffers(model: nn.Module) -> None:
 def allocate(model: nn.Module, dtype: torch.dtype) -> None:
     """Allocate memory for a model on meta: tied parameters stay tied, unlike with `to_empty`. Buffers are
     initialized."""
-    new = {p: nn.Parameter(torch.empty(p.shape, dtype=dtype), p.requires_grad) for p in model.parameters()}
+    new = {
+        p: nn.Parameter(torch.empty(p.shape, dtype=dtype if p.is_floating_point() else p.dtype), p.requires_grad)
+        for p in model.parameters()
+    }
     for module in model.modules():
         for leaf, parameter in module._parameters.items():
             if parameter is not None:

@@ -4,18 +4,24 @@ Note [Adapters]
 A weight keeps its name, so plans, checkpoints and Hugging Face keys of the base model stay as they are. Its adapter is
 two parameters next to it: `NAME.lora_A.weight` (r, in) and `NAME.lora_B.weight` (out, r) of a linear layer NAME, or of
 a stack W of experts `W_lora_A` (E, r, in) and `W_lora_B` (E, out, r). Since B starts as zeros, so does the change.
+
+W itself may be packed in 4 or 8 bits, see ops/packed.py: then the parameter of its name has the bytes, and it is
+unpacked where it is used, in forward and again in backward (QLoRA, Dettmers et al. 2023,
+https://arxiv.org/abs/2305.14314).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan_graph.ops.experts import grouped_mm
+from torchtitan_graph.ops.packed import packed_shape, unpack, wide_shape
 
 FACTORS = ("lora_A", "lora_B")
 
@@ -31,32 +37,98 @@ class LoRALinear(nn.Linear):
         old: the layer.
         rank: columns of B and rows of A.
         scale: multiplies their product.
+        packing: of the weight, "" where it is plain numbers.
     """
 
-    def __init__(self, old: nn.Linear, rank: int, scale: float):
+    def __init__(self, old: nn.Linear, rank: int, scale: float, packing: str = ""):
         nn.Module.__init__(self)
         self.in_features, self.out_features, self.scale = old.in_features, old.out_features, scale
-        self.weight, self.bias = old.weight, old.bias
+        self.packing = packing
+        self.weight, self.bias = _held(old.weight, packing), old.bias  # type: ignore[arg-type]
         self.lora_is_off = False
         self.lora_A = Factor(old.in_features, rank, bias=False, device=old.weight.device)
         self.lora_B = Factor(rank, old.out_features, bias=False, device=old.weight.device)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.lora_is_off:
-            return super().forward(x)
+            return self._base(x)
         # The scale multiplies the narrow product: fewer numbers than the layer's result.
-        return super().forward(x) + self.lora_B(self.lora_A(x) * self.scale)
+        return self._base(x) + self.lora_B(self.lora_A(x) * self.scale)
+
+    def _base(self, x: Tensor) -> Tensor:
+        if not self.packing:
+            return super().forward(x)
+        y = _Product.apply(x, self.weight, self.packing)
+        return y if self.bias is None else y + self.bias
 
 
-def add_to_stack(experts: nn.Module, weight: str, rank: int, scale: float, *, is_transposed: bool) -> None:
+def _held(weight: nn.Parameter, packing: str) -> nn.Parameter:
+    """Return the parameter that holds a weight, its values not yet those."""
+    if not packing:
+        return weight
+    shape = packed_shape(weight.shape, packing)
+    return nn.Parameter(weight.new_empty(shape, dtype=torch.uint8), requires_grad=False)
+
+
+class _Product(torch.autograd.Function):
+    """x @ W.T of a packed weight; backward unpacks it again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, packed_FD: Tensor, packing: str) -> Tensor:
+        ctx.save_for_backward(packed_FD)
+        ctx.packing = packing
+        return F.linear(x, unpack(packed_FD, packing, x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (packed_FD,) = ctx.saved_tensors
+        return grads[0] @ unpack(packed_FD, ctx.packing, grads[0].dtype), None, None
+
+
+class _GroupedProduct(torch.autograd.Function):
+    """The same of each group's rows and its own weight."""
+
+    @staticmethod
+    def forward(ctx: Any, x_SD: Tensor, packed_EFD: Tensor, offsets_E: Tensor, packing: str) -> Tensor:
+        ctx.save_for_backward(packed_EFD, offsets_E)
+        ctx.packing = packing
+        return grouped_mm(x_SD, unpack(packed_EFD, packing, x_SD.dtype), offsets_E, transposed=True)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        packed_EFD, offsets_E = ctx.saved_tensors
+        dy_SF = grads[0].contiguous()
+        weight_EFD = unpack(packed_EFD, ctx.packing, dy_SF.dtype)
+        return grouped_mm(dy_SF, weight_EFD, offsets_E, transposed=False), None, None, None
+
+
+def product_of_stack(experts: nn.Module, weight: str, x_SD: Tensor, offsets_E: Tensor) -> Tensor:
+    """Return rows times the transposed weights of a stack (E, out, in), plus its adapter's product, if it has one."""
+    stack = getattr(experts, weight)
+    if packing := packing_of_stack(experts, weight):
+        y_SF = _GroupedProduct.apply(x_SD, stack, offsets_E, packing)
+    else:
+        y_SF = grouped_mm(x_SD, stack, offsets_E, transposed=True)
+    return add_adapter(experts, weight, x_SD, y_SF, offsets_E)
+
+
+def packing_of_stack(experts: nn.Module, weight: str) -> str:
+    """Return how a stack of experts' weights is packed, "" where it is not."""
+    return getattr(experts, "lora_packing", "") if hasattr(experts, f"{weight}_lora_A") else ""
+
+
+def add_to_stack(
+    experts: nn.Module, weight: str, rank: int, scale: float, packing: str = "", *, is_transposed: bool
+) -> None:
     """Add an adapter to a stack of experts' weights, (E, out, in), or (E, in, out) where `is_transposed`."""
-    E, F, D = experts.get_parameter(weight).shape
+    E, out, D = experts.get_parameter(weight).shape
     if is_transposed:
-        F, D = D, F
+        out, D = D, out
     stack = experts.get_parameter(weight)
     experts.register_parameter(f"{weight}_lora_A", nn.Parameter(stack.new_empty(E, rank, D)))
-    experts.register_parameter(f"{weight}_lora_B", nn.Parameter(stack.new_empty(E, F, rank)))
-    experts.lora_scale = scale  # type: ignore[assignment]
+    experts.register_parameter(f"{weight}_lora_B", nn.Parameter(stack.new_empty(E, out, rank)))
+    experts.register_parameter(weight, _held(stack, packing))
+    experts.lora_scale, experts.lora_packing = scale, packing  # type: ignore[assignment]
     experts.lora_is_off = False  # type: ignore[assignment]
 
 
@@ -82,11 +154,13 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 
 class Adapter(NamedTuple):
-    """The adapter of a weight: the names of its matrices, their scale, and whether the weight is (in, out)."""
+    """The adapter of a weight: the names of its matrices, their scale, how the weight is packed, and whether it is (in,
+    out)."""
 
     A: str
     B: str
     scale: float
+    packing: str = ""
     is_transposed: bool = False
 
 
@@ -102,13 +176,27 @@ def adapters_of(model: nn.Module) -> dict[str, Adapter]:
     found = {}
     for name, module in model.named_modules():
         if isinstance(module, LoRALinear):
-            found[f"{name}.weight"] = Adapter(f"{name}.lora_A.weight", f"{name}.lora_B.weight", module.scale)
+            A, B = (f"{name}.{factor}.weight" for factor in FACTORS)
+            found[f"{name}.weight"] = Adapter(A, B, module.scale, module.packing)
         elif hasattr(module, "lora_scale"):
             weights = [leaf.removesuffix("_lora_A") for leaf in module._parameters if leaf.endswith("_lora_A")]
             is_transposed = bool(getattr(module, "is_transposed", False))
+            how: Any = module.lora_scale, module.lora_packing, is_transposed
             for weight in (f"{name}.{leaf}" for leaf in weights):
-                found[weight] = Adapter(f"{weight}_lora_A", f"{weight}_lora_B", module.lora_scale, is_transposed)  # type: ignore[arg-type]
+                found[weight] = Adapter(f"{weight}_lora_A", f"{weight}_lora_B", *how)
     return found
+
+
+def packed_weights(model: nn.Module) -> dict[str, str]:
+    """Return how a model's packed weights are packed, by name."""
+    return {name: adapter.packing for name, adapter in adapters_of(model).items() if adapter.packing}
+
+
+def num_elements(model: nn.Module, only_trained: bool = False) -> int:
+    """Return the number of a model's parameters; of packed weights the numbers, not the bytes."""
+    packings = packed_weights(model)
+    chosen = [(n, p) for n, p in model.named_parameters() if p.requires_grad or not only_trained]
+    return sum(wide_shape(p.shape, packings[n]).numel() if n in packings else p.numel() for n, p in chosen)
 
 
 def adapter_parameters(model: nn.Module) -> set[str]:

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 
 from torchtitan_graph.models.layers.feed_forward import FeedForward, SwiGLU
 from torchtitan_graph.models.layers.init import RESIDUAL
-from torchtitan_graph.models.layers.lora import add_adapter
+from torchtitan_graph.models.layers.lora import product_of_stack
 from torchtitan_graph.ops.elementwise import LIMIT, STEEPNESS, swiglu
-from torchtitan_graph.ops.experts import grouped_add, grouped_mm, permuted
+from torchtitan_graph.ops.experts import grouped_add, permuted
 
 c10d = torch.ops._c10d_functional
 
@@ -211,8 +211,7 @@ class Experts(nn.Module):
     def product(self, x: Tensor, weight: str, offsets_E: Tensor) -> Tensor:
         """Return rows times the transposed weight of that name, and its adapter's; `offsets_E[e]` is where expert e's
         rows end."""
-        y = grouped_mm(x, getattr(self, weight), offsets_E, transposed=True)
-        return add_adapter(self, weight, x, y, offsets_E)
+        return product_of_stack(self, weight, x, offsets_E)
 
 
 def sorted_slots(chosen_TA: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -503,7 +503,8 @@ def _open_data(blueprint: Blueprint) -> tuple[DataLoader, dict[str, tuple[DataLo
     training = blueprint.config.training
     corpus = dict(dataset=training.dataset, dataset_path=training.dataset_path, sources=training.sources)
     rows = rows_per_microbatch(blueprint.config)
-    train_data = _open_corpus(blueprint, training, corpus | {"split": "train"}, training.epochs, rows)
+    reading = RowFormat.of(training, blueprint.tokenizer)
+    train_data = _open_corpus(blueprint, training, corpus | {"split": "train"}, training.epochs, rows, reading)
     return train_data, open_validation(blueprint) if blueprint.config.validation.enable else {}
 
 
@@ -516,19 +517,25 @@ def open_validation(blueprint: Blueprint) -> dict[str, tuple[DataLoader, int, st
         with naming_set(None if of is None else number):
             corpus = validation_corpus(config, of)
             epochs = 0 if corpus["sources"] else 1  # sources don't end together
-            data = _open_corpus(blueprint, table, corpus, epochs, table.local_batch_size)
+            reading = RowFormat.of(config.training, blueprint.tokenizer).of_validation(of or table)
+            data = _open_corpus(blueprint, table, corpus, epochs, table.local_batch_size, reading)
         option = "validation.dataset" if of is None else f"validation.sets, entry {number + 1}"
         opened[metric] = data, table.steps if of is None or of.steps is None else of.steps, option
     return opened
 
 
 def _open_corpus(
-    blueprint: Blueprint, table: job.Training | job.Validation, corpus: dict[str, Any], epochs: int, rows: int
+    blueprint: Blueprint,
+    table: job.Training | job.Validation,
+    corpus: dict[str, Any],
+    epochs: int,
+    rows: int,
+    reading: RowFormat,
 ) -> DataLoader:
     return build_dataloader(
         **corpus,
         tokenizer=blueprint.tokenizer,
-        reading=RowFormat.of(blueprint.config.training, blueprint.tokenizer),
+        reading=reading,
         seq_len=table.seq_len,
         alone=blueprint.config.training.one_document_per_row,
         multiple=job.ROW_MULTIPLE if isinstance(table, job.Training) and table.dynamic_seq_len else None,

@@ -822,6 +822,8 @@ class ValidationSet:
     )
     dataset: str | None = option(None, "As validation.dataset.")
     dataset_path: str | None = option(None, "As validation.dataset_path.")
+    format: str | None = option(None, "As validation.format.", choices=("text", "chat", "completion"))
+    columns: dict[str, Any] = option({}, "As validation.columns.")
     steps: int | None = option(None, "As validation.steps; not set: that.", minimum=1, also=(-1,))
 
 
@@ -838,8 +840,14 @@ class Validation:
     dataset_path: str | None = option(
         None, "As training.dataset_path; files that are not trained on are used as a whole."
     )
+    format: str | None = option(
+        None,
+        "As training.format, for dataset or dataset_path; with neither this nor columns set: as training's are read.",
+        choices=("text", "chat", "completion"),
+    )
+    columns: dict[str, Any] = option({}, "As training.columns, for dataset or dataset_path.")
     sets: list[ValidationSet] = option(
-        [], "Several corpora, each with a loss of its own, instead of dataset and dataset_path."
+        [], "Several corpora, each with a loss of its own, instead of dataset, dataset_path, format and columns."
     )
     best_metric: str | None = option(
         None,

@@ -53,6 +53,8 @@ _NO_MATTER = (
     "training.dataloader.",
     "validation.dataset",
     "validation.dataset_path",
+    "validation.format",
+    "validation.columns",
     "validation.sets",
     "validation.best_metric",
     "validation.patience",

@@ -118,7 +118,8 @@ class Trainer:
             self.lr_scheduler = build_lr_scheduler(self.optimizer, config.lr_scheduler, config.training.steps)
             decay = config.optimizer.ema_decay
             self.average = None if decay is None else Average(self.optimizer, decay)
-            self.leaps = Leaps(config.training.skip_leaps) if config.training.skip_leaps else None
+            patience = config.training.roll_back_after
+            self.leaps = Leaps(config.training.skip_leaps, patience) if config.training.skip_leaps else None
             self.update: Update = EagerUpdate(self.steps, self.optimizer, config.training.max_norm)
             if config.compile.optimizer_in_graph:
                 self.update = blueprint.update_in_graph(self.steps, self.optimizer)
@@ -202,6 +203,9 @@ class Trainer:
                 if not trained:
                     logger.info(f"the data is used up after step {self.step}")
                     metrics.log_pending()
+                if self.leaps is not None and self.leaps.is_lost():
+                    with run.during("checkpoint"):
+                        self._roll_back(self.leaps)
                 last, is_best = not trained or self._is_over(), False
                 run.done(self.step, metrics.loss)
                 if self.step == first:
@@ -282,8 +286,27 @@ class Trainer:
             own_metrics=own_metrics,
             tokens_by_source=self.tokens_by_source,
             skipped_steps=None if self.leaps is None else self.leaps.num_skipped,
+            roll_backs=self.leaps.num_roll_backs if self.leaps is not None and self.leaps.patience else None,
         )
         return True
+
+    def _roll_back(self, leaps: Leaps) -> None:
+        """Go back to the weights of the newest checkpoint with other ones than now, and on with the data. All ranks
+        skip the same steps, so they go back after the same one. Raises UserError if the run has gone back too often."""
+        training, in_a_row, leaps.num_in_a_row = self.config.training, leaps.num_in_a_row, 0
+        if leaps.num_roll_backs == training.most_roll_backs:
+            raise UserError(
+                f"step {self.step}: {in_a_row} steps in a row were skipped, and the run has gone back"
+                f" {leaps.num_roll_backs} times (training.most_roll_backs = {training.most_roll_backs}). Lower"
+                " optimizer.lr, look at the data, or start from an older checkpoint by checkpoint.load_step"
+            )
+        found = self.checkpointer.roll_back(leaps.weights_of)
+        told = f"step {self.step}: {in_a_row} steps in a row were skipped (training.roll_back_after)"
+        if found is None:
+            logger.warning(f"{told}; there is no checkpoint to go back to from the weights of step {leaps.weights_of}")
+            return
+        leaps.num_roll_backs, leaps.weights_of = leaps.num_roll_backs + 1, found
+        logger.warning(f"{told}: going on with the weights of step {found}, and with the data after this step")
 
     def _limits(self, loss: Tensor) -> Tensor | None:
         """Return the limits of the sum of all ranks' losses and of the norm, where leaps are skipped."""

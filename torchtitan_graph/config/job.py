@@ -415,6 +415,15 @@ class Training:
         " metrics.loss_alarm; the data moves on. 0: no step is skipped.",
         minimum=0,
     )
+    roll_back_after: int = option(
+        0,
+        "After this many steps in a row that skip_leaps skipped, take back the weights, the optimizer's state and the"
+        " moving average of the newest checkpoint; the step counts, the schedule and the data go on. 0: never.",
+        minimum=0,
+    )
+    most_roll_backs: int = option(
+        3, "How often a run may go back by roll_back_after; it ends in place of the next one.", minimum=1
+    )
     one_document_per_row: bool = option(
         False,
         "Begin a row with each document, and pad it to its end: for models that carry a state from token to token,"

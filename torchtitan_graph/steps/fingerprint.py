@@ -49,6 +49,8 @@ _NO_MATTER = (
     "training.skip_not_utf8",
     "training.max_norm",
     "training.skip_leaps",
+    "training.roll_back_after",
+    "training.most_roll_backs",
     "training.steps",
     "training.dataloader.",
     "validation.dataset",

@@ -1,12 +1,11 @@
 """Tokens and targets are those that TRL's SFTTrainer trains on, where templates mark what the assistant says."""
 
-import json
 import random
 from typing import Any
 
 import numpy as np
 import pytest
-from templates import SPECIAL, TEMPLATES
+from templates import TEMPLATES
 from test_chat import conversation, folder  # noqa: F401
 
 from torchtitan_graph.data.forms import RowFormat

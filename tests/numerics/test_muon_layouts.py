@@ -114,10 +114,14 @@ def whole_runs_that_differ(cell: Cell) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["FSDP-2", "TP-2", "FSDP-2 x TP-2"])
-def test_whole_training_steps(layout: str) -> None:
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [*(("llama3-debugmodel", layout) for layout in ("FSDP-2", "TP-2", "FSDP-2 x TP-2")), (MOE, "TP-2"), (MOE, "EP-2")],
+)
+def test_whole_training_steps(model: str, layout: str) -> None:
     dims = LAYOUTS[layout]
-    assert run_on(dims.num_ranks, whole_runs_that_differ, Cell(dims, num_steps=3)) == [[]] * dims.num_ranks
+    cell = Cell(dims, num_steps=3, **MODELS[model])
+    assert run_on(dims.num_ranks, whole_runs_that_differ, cell) == [[]] * dims.num_ranks
 
 
 def whole_runs_of_stages_that_differ(cell: Cell) -> list[str]:

@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Callable, Collection
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -191,7 +192,7 @@ class Checkpointer:
                 damaged.append(path)
                 continue
             try:
-                metadata = on_all_ranks(lambda path=path: read_metadata(path), self.group)
+                metadata = on_all_ranks(partial(read_metadata, path), self.group)
                 tensors = _tensors_to_load(self.model, self.optimizer, False, metadata)
                 _check_same_model(path, metadata, tensors, ("model", "optim"), convert=False, group=self.group)
                 load_tensors(path, metadata, tensors, self.group)

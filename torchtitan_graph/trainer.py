@@ -127,7 +127,8 @@ class Trainer:
             self.lr_scheduler = build_lr_scheduler(self.optimizer, config.lr_scheduler, config.training.steps)
             decay = config.optimizer.ema_decay
             self.average = None if decay is None else Average(self.optimizer, decay)
-            self.leaps = Leaps(config.training.skip_leaps) if config.training.skip_leaps else None
+            patience = config.training.roll_back_after
+            self.leaps = Leaps(config.training.skip_leaps, patience) if config.training.skip_leaps else None
             self.update: Update = EagerUpdate(self.steps, self.optimizer, config.training.max_norm)
             if config.compile.optimizer_in_graph:
                 self.update = blueprint.update_in_graph(self.steps, self.optimizer)
@@ -210,6 +211,9 @@ class Trainer:
                 if not trained:
                     logger.info(f"the data is used up after step {self.step}")
                     metrics.log_pending()
+                if self.leaps is not None and self.leaps.is_lost():
+                    with run.during("checkpoint"):
+                        self._roll_back(self.leaps)
                 last, is_best = not trained or self._is_over(), False
                 run.done(self.step, metrics.loss)
                 if self.step == first:
@@ -290,8 +294,27 @@ class Trainer:
             own_metrics=own_metrics,
             tokens_by_source=self.tokens_by_source,
             skipped_steps=None if self.leaps is None else self.leaps.num_skipped,
+            roll_backs=self.leaps.num_roll_backs if self.leaps is not None and self.leaps.patience else None,
         )
         return True
+
+    def _roll_back(self, leaps: Leaps) -> None:
+        """Go back to the weights of the newest checkpoint with other ones than now, and on with the data. All ranks
+        skip the same steps, so they go back after the same one. Raises UserError if the run has gone back too often."""
+        training, in_a_row, leaps.num_in_a_row = self.config.training, leaps.num_in_a_row, 0
+        if leaps.num_roll_backs == training.most_roll_backs:
+            raise UserError(
+                f"step {self.step}: {in_a_row} steps in a row were skipped, and the run has gone back"
+                f" {leaps.num_roll_backs} times (training.most_roll_backs = {training.most_roll_backs}). Lower"
+                " optimizer.lr, look at the data, or start from an older checkpoint by checkpoint.load_step"
+            )
+        found = self.checkpointer.roll_back(leaps.weights_of)
+        told = f"step {self.step}: {in_a_row} steps in a row were skipped (training.roll_back_after)"
+        if found is None:
+            logger.warning(f"{told}; there is no checkpoint to go back to from the weights of step {leaps.weights_of}")
+            return
+        leaps.num_roll_backs, leaps.weights_of = leaps.num_roll_backs + 1, found
+        logger.warning(f"{told}: going on with the weights of step {found}, and with the data after this step")
 
     def _limits(self, loss: Tensor) -> Tensor | None:
         """Return the limits of the sum of all ranks' losses and of the norm, where leaps are skipped."""
@@ -512,7 +535,8 @@ def _open_data(blueprint: Blueprint) -> tuple[DataLoader, dict[str, tuple[DataLo
     training = blueprint.config.training
     corpus = dict(dataset=training.dataset, dataset_path=training.dataset_path, sources=training.sources)
     rows = rows_per_microbatch(blueprint.config)
-    train_data = _open_corpus(blueprint, training, corpus | {"split": "train"}, training.epochs, rows)
+    reading = RowFormat.of(training, blueprint.tokenizer)
+    train_data = _open_corpus(blueprint, training, corpus | {"split": "train"}, training.epochs, rows, reading)
     return train_data, open_validation(blueprint) if blueprint.config.validation.enable else {}
 
 
@@ -525,19 +549,25 @@ def open_validation(blueprint: Blueprint) -> dict[str, tuple[DataLoader, int, st
         with naming_set(None if of is None else number):
             corpus = validation_corpus(config, of)
             epochs = 0 if corpus["sources"] else 1  # sources don't end together
-            data = _open_corpus(blueprint, table, corpus, epochs, table.local_batch_size)
+            reading = RowFormat.of(config.training, blueprint.tokenizer).of_validation(of or table)
+            data = _open_corpus(blueprint, table, corpus, epochs, table.local_batch_size, reading)
         option = "validation.dataset" if of is None else f"validation.sets, entry {number + 1}"
         opened[metric] = data, table.steps if of is None or of.steps is None else of.steps, option
     return opened
 
 
 def _open_corpus(
-    blueprint: Blueprint, table: job.Training | job.Validation, corpus: dict[str, Any], epochs: int, rows: int
+    blueprint: Blueprint,
+    table: job.Training | job.Validation,
+    corpus: dict[str, Any],
+    epochs: int,
+    rows: int,
+    reading: RowFormat,
 ) -> DataLoader:
     return build_dataloader(
         **corpus,
         tokenizer=blueprint.tokenizer,
-        reading=RowFormat.of(blueprint.config.training, blueprint.tokenizer),
+        reading=reading,
         seq_len=table.seq_len,
         alone=blueprint.config.training.one_document_per_row,
         multiple=job.ROW_MULTIPLE if isinstance(table, job.Training) and table.dynamic_seq_len else None,

@@ -1,6 +1,7 @@
 """Muon, moments in bfloat16, the moving average and skipped steps in whole runs: resumed, in each mode, exported."""
 
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -30,8 +31,25 @@ def compare_early() -> None:
     health.FEWEST = 2
 
 
-def run(folder: Path, *options: str, ranks: int = 1) -> None:
-    code, output = train("--job.dump_folder", str(folder), *OPTIONS, *options, ranks=ranks, patch=compare_early)
+def leap_at_6_and_7() -> None:
+    forge_leaps(6, 7)
+
+
+def leap_from_6_on() -> None:
+    forge_leaps(*range(6, 20))
+
+
+def forge_leaps(*steps: int) -> None:
+    limits = health.Leaps.limits
+
+    def forged(leaps: health.Leaps) -> tuple[float, float]:
+        return (0.0, 0.0) if len(leaps._losses) + 1 in steps else limits(leaps)
+
+    health.Leaps.limits = forged  # type: ignore[method-assign]
+
+
+def run(folder: Path, *options: str, ranks: int = 1, patch: Callable[[], None] = compare_early) -> None:
+    code, output = train("--job.dump_folder", str(folder), *OPTIONS, *options, ranks=ranks, patch=patch)
     assert code == 0, output
 
 
@@ -87,3 +105,50 @@ def test_every_mode_on_two_ranks(mode: str, tmp_path: Path) -> None:
     run(tmp_path / "other", *MODES[mode], ranks=2)
     assert numbers(tmp_path / "graph") == numbers(tmp_path / "other")
     assert saved(tmp_path / "graph", 5) == saved(tmp_path / "other", 5)
+
+
+# --- runs that go back ------------------------------------------------------------------------------------------------
+
+BACK = ["--training.roll_back_after", "2", "--training.steps", "8", "--lr_scheduler.total_steps", "8"]
+
+
+def state(folder: Path, step: int) -> dict[str, torch.Tensor]:
+    with tempfile.NamedTemporaryFile(suffix=".pt") as file:
+        dcp_to_torch_save(folder / "checkpoint" / f"step-{step}", file.name)
+        return torch.load(file.name, weights_only=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        (1, []),
+        (1, ["--compile.mode", "eager"]),
+        (2, ["--compile.optimizer_in_graph"]),
+        (2, ["--parallelism.pipeline_parallel_degree", "2", "--checkpoint.no-last_save_in_hf"]),
+    ],
+)
+def test_a_run_goes_back_also_if_it_is_stopped(ranks: int, options: list[str], tmp_path: Path) -> None:
+    """Step 5 was the last that was taken: the run goes back to step 4 after step 7, and step 8 begins from there."""
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    run(whole, *BACK, *options, ranks=ranks, patch=leap_at_6_and_7)
+    for steps in ("6", "7", "8"):
+        run(stopped, *BACK, *options, "--training.steps", steps, ranks=ranks, patch=leap_at_6_and_7)
+    back, before, leaping = state(stopped, 7), state(whole, 4), state(whole, 6)
+    assert back.keys() == before.keys() and all(torch.equal(back[name], before[name]) for name in back)
+    assert any(not torch.equal(leaping[name], before[name]) for name in leaping)  # step 5 had changed them
+    assert [record["roll_backs"] for record in records(whole) if "loss" in record] == [0] * 7 + [1]
+    assert numbers(stopped) == numbers(whole)
+    assert saved(stopped, 8) == saved(whole, 8)
+    assert any(not torch.equal(x, before[name]) for name, x in state(whole, 8).items())
+
+
+@pytest.mark.slow
+def test_a_run_goes_further_back_and_ends_when_it_has_gone_back_too_often(tmp_path: Path) -> None:
+    words = ["--job.dump_folder", str(tmp_path), *OPTIONS, *BACK, "--training.steps", "16"]
+    code, output = train(*words, "--training.most_roll_backs", "2", patch=leap_from_6_on)
+    assert code == 2
+    told = "2 steps in a row were skipped (training.roll_back_after)"
+    assert f"step 7: {told}: going on with the weights of step 4" in output
+    assert f"step 9: {told}: going on with the weights of step 2" in output
+    assert "step 11: 2 steps in a row were skipped, and the run has gone back 2 times" in output

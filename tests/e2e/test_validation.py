@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from runs import numbers, records, saved, saved_steps, train
+from runs import evaluate, numbers, records, saved, saved_steps, train
 
 
 @pytest.mark.parametrize("mode", ["graph", pytest.param("eager", marks=pytest.mark.slow)])
@@ -73,6 +73,31 @@ def test_each_set_has_the_loss_of_a_run_that_validates_on_it_alone(corpus: Path,
     found = records(tmp_path / "sets")[-1]
     alone = {name: records(tmp_path / name)[-1]["validation_loss"] for name in ("files", "held_out")}
     assert found == {"step": 1, **{f"validation_loss/{name}": loss for name, loss in alone.items()}}
+
+
+@pytest.mark.slow
+def test_a_set_has_a_format_and_columns_of_its_own(tmp_path: Path) -> None:
+    """While training reads text: as in a run that reads both alike, and as `evaluate` reads it."""
+    rows = [{"question": f"{number} + 1?", "answer": str(number + 1)} for number in range(40)]
+    (tmp_path / "qa.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    columns = "{prompt = 'question', completion = 'answer'}"
+    qa = f"name = 'qa', dataset_path = '{tmp_path / 'qa.jsonl'}', steps = -1"
+    what = ["--training.steps", "1", "--optimizer.lr", "0", "--validation.enable"]
+    for name, options in {
+        "sets": ["--validation.sets", f"[{{{qa}, format = 'completion', columns = {columns}}}, {{name = 'held_out'}}]"],
+        "alone": ["--validation.dataset_path", str(tmp_path / "qa.jsonl"), "--validation.columns", columns],
+        "as training": ["--training.columns", columns, "--training.dataset_path", str(tmp_path / "qa.jsonl")]
+        + ["--validation.sets", f"[{{{qa}}}]"],
+    }.items():
+        code, output = train("--job.dump_folder", str(tmp_path / name), *what, "--validation.steps", "-1", *options)
+        assert code == 0, output
+    found = records(tmp_path / "sets")[-1]["validation_loss/qa"]
+    assert found == records(tmp_path / "alone")[-1]["validation_loss"]
+    named = ["--set", f"qa={tmp_path / 'qa.jsonl'}", "--validation.columns", columns]
+    evaluated = evaluate(str(tmp_path / "sets"), "--json", *named)
+    code, output = evaluated
+    assert code == 0, output
+    assert json.loads(output.splitlines()[-1])["sets"]["qa"]["loss"] == pytest.approx(found, rel=1e-5)
 
 
 PATIENT = [  # with lr = 0 no validation is better than the first

@@ -114,10 +114,14 @@ def whole_runs_that_differ(cell: Cell) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["FSDP-2", "TP-2", "FSDP-2 x TP-2"])
-def test_whole_training_steps(layout: str) -> None:
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [*(("llama3-debugmodel", layout) for layout in ("FSDP-2", "TP-2", "FSDP-2 x TP-2")), (MOE, "TP-2"), (MOE, "EP-2")],
+)
+def test_whole_training_steps(model: str, layout: str) -> None:
     dims = LAYOUTS[layout]
-    assert run_on(dims.num_ranks, whole_runs_that_differ, Cell(dims, num_steps=3)) == [[]] * dims.num_ranks
+    cell = Cell(dims, num_steps=3, **MODELS[model])
+    assert run_on(dims.num_ranks, whole_runs_that_differ, cell) == [[]] * dims.num_ranks
 
 
 def whole_runs_of_stages_that_differ(cell: Cell) -> list[str]:
@@ -135,6 +139,38 @@ def test_each_stage_of_a_pipeline_steps_its_own() -> None:
     """On four ranks in each stage, of two axes, whose group is of no axis."""
     cell = Cell(ParallelDims(pp=2, dp_shard=2, tp=2), num_microbatches=2, num_steps=2)
     assert run_on(8, whole_runs_of_stages_that_differ, cell) == [[]] * 8
+
+
+def trained(cell: Cell, in_graph: bool) -> Seen:
+    """Train on the graph, and return gradients, parameters and the optimizer's state, whole."""
+    steps = build_graph(cell)
+    optimizer = build_optimizer(steps.model, MUON, in_part=cell.dims.pp > 1)
+    using = optimizer, build_lr_scheduler(optimizer, job.LRScheduler(warmup_steps=2), cell.num_steps)
+    seen = train(cell, steps, using=using, in_graph=in_graph) | state_of(steps.model, optimizer)
+    kept = ("gradient of", "parameter", "momentum_buffer", "exp_avg")
+    return gathered(cell, {name: x for name, x in seen.items() if any(word in name for word in kept)})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("in_graph", [False, True], ids=["outside", "in the graph"])
+@pytest.mark.parametrize(
+    ("model", "dims"),
+    [
+        ("llama3-debugmodel", ParallelDims(pp=2)),
+        ("llama3-debugmodel", ParallelDims(pp=2, dp_shard=2)),
+        (MOE, TP2),
+        (MOE, ParallelDims(dp_shard=2, ep=2)),
+        (MOE, ParallelDims(pp=2, dp_shard=2, ep=2)),
+    ],
+    ids=str,
+)
+def test_whole_runs_are_those_of_one_rank(model: str, dims: ParallelDims, in_graph: bool) -> None:
+    cell = Cell(dims, FP64, num_microbatches=4 // dims.data, num_steps=3, vocab_size=510, **MODELS[model])
+    alone = dataclasses.replace(cell, dims=ONE, num_microbatches=4)
+    (expected,) = run_on(1, trained, alone, False)
+    assert any(name.endswith("momentum_buffer") for name in expected)
+    for found in run_on(dims.num_ranks, trained, cell, in_graph):
+        assert far_apart(expected, found, 1e-12) == []
 
 
 # --- the checks can fail ----------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Callable, Collection
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,17 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from torchtitan_graph.checkpoint.best import write_best
 from torchtitan_graph.checkpoint.choose import choose_undamaged
-from torchtitan_graph.checkpoint.folder import TRAIN_STATE, find_damage, find_problem, read_train_state, step_folder
+from torchtitan_graph.checkpoint.folder import (
+    TRAIN_STATE,
+    find_damage,
+    find_damage_together,
+    find_problem,
+    find_steps,
+    is_model_only,
+    read_train_state,
+    step_folder,
+    step_of,
+)
 from torchtitan_graph.checkpoint.metadata import METADATA, read_metadata
 from torchtitan_graph.checkpoint.save import SaveError, Saver
 from torchtitan_graph.checkpoint.tensors import load_tensors, saved_tensors
@@ -165,6 +176,41 @@ class Checkpointer:
             self.lr_scheduler.load_state_dict(saved["lr_scheduler"])
         left_out = {key for part in excluded for key in TRAINER_PARTS.get(part, ())}
         return {key: value for key, value in saved["train_state"].items() if key not in left_out}
+
+    def roll_back(self, step: int) -> int | None:
+        """Load the weights and the optimizer's state of the newest checkpoint before `step`, and return its step; None
+        if there is none. All else goes on.
+
+        Only checkpoints that are due by steps count, if there is one: a run that was stopped in between, and saved
+        there, goes back to the same as one that was not. Raises SaveError if the running save fails.
+        """
+        self.saver.wait()
+        damaged: list[Path] = []
+        while (path := on_rank_0(lambda: self._newest_before(step, damaged), self.group)) is not None:
+            if problem := find_damage_together(path, self.group):
+                logger.warning(f"skipping checkpoint {path}: {problem}")
+                damaged.append(path)
+                continue
+            try:
+                metadata = on_all_ranks(partial(read_metadata, path), self.group)
+                tensors = _tensors_to_load(self.model, self.optimizer, False, metadata)
+                _check_same_model(path, metadata, tensors, ("model", "optim"), convert=False, group=self.group)
+                load_tensors(path, metadata, tensors, self.group)
+            except RanksFailed as error:
+                raise UserError(f"checkpoint {path} can't be read ({error})") from error
+            return step_of(path.name)
+        return None
+
+    def _newest_before(self, step: int, damaged: Collection[Path]) -> Path | None:
+        config = self.config
+        paths = {
+            number: path
+            for number, path in find_steps(self.folder).items()
+            if number < step and path not in damaged and not is_model_only(path)
+        }
+        periods = [config.interval, *([config.keep_every] if config.keep_every else [])]
+        due = [number for number in paths if any(number % period == 0 for period in periods)]
+        return paths[max(due or paths)] if paths else None
 
     def _exported(self) -> dict[str, torch.Tensor]:
         """Return the model's tensors in the dtype of the save after the last step."""

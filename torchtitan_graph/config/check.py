@@ -30,6 +30,7 @@ from torchtitan_graph.rates import RATES
 if TYPE_CHECKING:
     from torchtitan_graph.device import Target
 
+_HELD_OUT = "without a corpus of its own validation reads documents that training holds out, in training.format"
 SMALLEST_WEIGHT = 10000  # parts of the sum: a mixture rounds weights to parts of somewhat more rows
 MOST_RANKS = 2**20  # several times the largest cluster; torch lists the ranks of a group
 MOST_TOKENS = 2**26  # that a rank takes at a time: the bytes of all pairs of them, by head, are then numbers of 64 bits
@@ -443,12 +444,26 @@ def _columns(config: JobConfig) -> Iterator[Problem]:
     for number, source in enumerate(training.sources, 1):
         if wrong := find_wrong_column(source.columns, source.format):
             yield Problem("training.sources", f"entry {number}: columns: {wrong}")
+    validation = config.validation
+    if wrong := find_wrong_column(validation.columns, validation.format):
+        yield Problem("validation.columns", wrong)
+    if validation.dataset is None and validation.dataset_path is None and not validation.sets:
+        for key in ("validation.format", "validation.columns"):
+            if is_set(config, key):
+                yield Problem(key, f"{_HELD_OUT}; set validation.dataset_path or dataset, or remove it")
+    for number, each in enumerate(validation.sets, 1):
+        if wrong := find_wrong_column(each.columns, each.format):
+            yield Problem("validation.sets", f"entry {number}: columns: {wrong}")
+        if (each.format is not None or each.columns) and each.dataset is None and each.dataset_path is None:
+            yield Problem(
+                "validation.sets", f"entry {number}: format, columns: {_HELD_OUT}; give it a dataset_path or dataset"
+            )
 
 
 def _validation(config: JobConfig) -> Iterator[Problem]:
     """Yield the problems of validation's sets, and of what its best value decides."""
     validation, key, metrics = config.validation, "validation.sets", validation_metrics(config)
-    for alone in ("validation.dataset", "validation.dataset_path"):
+    for alone in ("validation.dataset", "validation.dataset_path", "validation.format", "validation.columns"):
         if validation.sets and is_set(config, alone):
             yield Problem(alone, f"is not used with {key}; make it an entry there")
     if repeated := sorted({name for name in metrics if metrics.count(name) > 1}):

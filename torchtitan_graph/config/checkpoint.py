@@ -35,6 +35,15 @@ def problems(config: JobConfig) -> Iterator[Problem]:
             "needs checkpoint.enable = true; with checkpoint.load_only = true nothing is saved. The checkpoint of"
             " another run is named by checkpoint.initial_load_path",
         )
+    if config.training.roll_back_after:
+        if not config.training.skip_leaps:
+            yield Problem("training.roll_back_after", "no step is skipped: set training.skip_leaps too, such as to 10")
+        if not checkpoint.enable or checkpoint.load_only:
+            why = "checkpoint.load_only = true" if checkpoint.enable else "checkpoint.enable = false"
+            yield Problem(
+                "training.roll_back_after",
+                f"a run goes back to a checkpoint of its own, and {why} saves none: change that, or remove this",
+            )
     in_hf = "checkpoint.initial_load_in_hf"
     if checkpoint.initial_load_in_hf and not (checkpoint.initial_load_path or config.model.hf_assets_path):
         yield Problem(
@@ -67,6 +76,8 @@ def notices(config: JobConfig) -> Iterator[Problem]:
         yield Problem("checkpoint.remote_folder", "nothing is copied while checkpoint.enable is false")
     if not checkpoint.enable and checkpoint.keep_best:
         yield Problem("checkpoint.keep_best", "nothing is saved while checkpoint.enable is false")
+    if config.training.most_roll_backs != 3 and not config.training.roll_back_after:
+        yield Problem("training.most_roll_backs", "no run goes back while training.roll_back_after is 0")
     for key in ("last_save_in_hf", "last_save_adapter"):
         if not checkpoint.enable and getattr(checkpoint, key):
             yield Problem(f"checkpoint.{key}", "nothing is saved while checkpoint.enable is false")

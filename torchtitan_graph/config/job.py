@@ -432,6 +432,15 @@ class Training:
         " metrics.loss_alarm; the data moves on. 0: no step is skipped.",
         minimum=0,
     )
+    roll_back_after: int = option(
+        0,
+        "After this many steps in a row that skip_leaps skipped, take back the weights, the optimizer's state and the"
+        " moving average of the newest checkpoint; the step counts, the schedule and the data go on. 0: never.",
+        minimum=0,
+    )
+    most_roll_backs: int = option(
+        3, "How often a run may go back by roll_back_after; it ends in place of the next one.", minimum=1
+    )
     one_document_per_row: bool = option(
         False,
         "Begin a row with each document, and pad it to its end: for models that carry a state from token to token,"
@@ -850,6 +859,8 @@ class ValidationSet:
     )
     dataset: str | None = option(None, "As validation.dataset.")
     dataset_path: str | None = option(None, "As validation.dataset_path.")
+    format: str | None = option(None, "As validation.format.", choices=("text", "chat", "completion"))
+    columns: dict[str, Any] = option({}, "As validation.columns.")
     steps: int | None = option(None, "As validation.steps; not set: that.", minimum=1, also=(-1,))
 
 
@@ -866,8 +877,14 @@ class Validation:
     dataset_path: str | None = option(
         None, "As training.dataset_path; files that are not trained on are used as a whole."
     )
+    format: str | None = option(
+        None,
+        "As training.format, for dataset or dataset_path; with neither this nor columns set: as training's are read.",
+        choices=("text", "chat", "completion"),
+    )
+    columns: dict[str, Any] = option({}, "As training.columns, for dataset or dataset_path.")
     sets: list[ValidationSet] = option(
-        [], "Several corpora, each with a loss of its own, instead of dataset and dataset_path."
+        [], "Several corpora, each with a loss of its own, instead of dataset, dataset_path, format and columns."
     )
     best_metric: str | None = option(
         None,

@@ -12,6 +12,7 @@ from torchtitan_graph.config.job import OPTIONS, JobConfig, get, put
 from torchtitan_graph.config.nearest import GENERIC, did_you_mean, nearest
 from torchtitan_graph.config.option import brief, show
 from torchtitan_graph.config.support import (
+    ANSWERS,
     CHANGED,
     FLAVOR_SUFFIXES,
     IGNORED,
@@ -151,6 +152,8 @@ def _unknown(key: str) -> str:
     if known := NAMES_ELSEWHERE.get(key) or (NAMES_ELSEWHERE.get(name) if name not in GENERIC else None):
         of_table = f"{table}.{known.rpartition('.')[2]}"
         return f"is not an option; see {of_table if of_table in OPTIONS else known}"
+    if answer := ANSWERS.get(name):
+        return f"is not an option: {answer}"
     if (ours := f"{TABLES_ELSEWHERE.get(table, table)}.{name}") in OPTIONS:
         return f"is not an option; did you mean {ours}?"
     near = nearest(key, [*NAMES, *TABLES] if "." not in key else NAMES)

@@ -254,7 +254,19 @@ NAMES_ELSEWHERE = {
         "optimizer.beta1": "adam_beta1 betas adam_betas",
         "optimizer.beta2": "adam_beta2",
         "optimizer.eps": "adam_eps adam_epsilon epsilon",
-        "optimizer.name": "optim optimizer_type optimizer_name optimizer.type",
+        "optimizer.name": "optim optimizer_type optimizer_name optimizer.type use_muon",
+        "optimizer.muon.lr": "muon_lr muon_learning_rate",
+        "optimizer.muon.momentum": "muon_momentum muon_beta",
+        "optimizer.muon.ns_steps": "muon_ns_steps newton_schulz_steps num_ns_steps",
+        "optimizer.ema_decay": "ema use_ema ema_beta ema_rate ema_weight ema_alpha model_ema model_ema_decay polyak"
+        " polyak_decay weight_averaging average_weights",
+        "loss.name": "loss_type loss_fn loss_function",
+        "loss.label_smoothing": "label_smoothing_factor label_smoothing_epsilon",
+        "loss.z_loss": "z_loss_weight z_loss_coef z_loss_multiplier",
+        "samples.prompts": "sample_prompts eval_prompts sample_prompt",
+        "samples.freq": "sample_every sample_freq sample_interval sample_steps generate_every generate_freq"
+        " generate_interval",
+        "samples.length": "max_new_tokens sample_length",
         "optimizer.options": "optim_args optimizer_kwargs",
         "training.local_batch_size": "per_device_train_batch_size per_gpu_train_batch_size micro_batch_size"
         " device_batch_size train_micro_batch_size_per_gpu micro_batch_size_per_gpu batch_size_per_device"
@@ -268,6 +280,8 @@ NAMES_ELSEWHERE = {
         " input_column",
         "training.loss_on": "train_on_inputs assistant_only_loss completion_only_loss train_on_prompt roles_to_train",
         "training.one_document_per_row": "packing packed sample_packing pack_sequences",
+        "training.skip_leaps": "skip_spikes spike_threshold loss_spike_threshold loss_spike",
+        "training.roll_back_after": "rollback roll_back rollback_on_spike",
         "training.max_norm": "grad_clip max_grad_norm gradient_clip gradient_clip_val clip_grad clip_grad_norm"
         " grad_norm_clip clip_norm gradient_clipping",
         "training.mixed_precision_param": "bf16 fp16 bfloat16 float16 half precision mixed_precision"
@@ -344,6 +358,7 @@ NAMES_ELSEWHERE = {
         "model.lora.rank": "lora_r lora_rank lora.r model.lora.r peft_rank adapter peft use_peft use_lora",
         "model.lora.alpha": "lora_alpha",
         "model.lora.base": "load_in_4bit load_in_8bit qlora use_qlora quantize_base bnb_4bit_quant_type",
+        "model.lora.rslora": "use_rslora",
         "model.lora.targets": "target_modules lora_target_modules lora_target",
         "model.converters": "fp8 use_fp8",
         "quantize.linear.float8.recipe_name": "fp8_recipe",
@@ -371,6 +386,25 @@ NAMES_ELSEWHERE = {
         "comm.train_timeout_seconds": "ddp_timeout nccl_timeout",
     }.items()
     for name in names.split()
+}
+# Words of other trainers for what no option of the same kind does, each with what is there instead.
+_NO_NF4, _NO_PREFERENCES = (
+    'write model.lora.base = "nf4", for adapters on a quantized model',
+    "a step on pairs is training.step, with its settings in training.step_options",
+)
+ANSWERS = {
+    **dict.fromkeys(("load_in_4bit", "qlora", "use_qlora", "bnb_4bit_quant_type"), _NO_NF4),
+    "load_in_8bit": 'adapters on a model in 8 bits are not built; 4 bits are: model.lora.base = "nf4"',
+    **dict.fromkeys(("dpo", "dpo_beta", "pref_beta", "ref_model", "reference_model"), _NO_PREFERENCES),
+    "beta": f"of DPO: {_NO_PREFERENCES}; of Adam: see optimizer.beta1 and optimizer.beta2",
+    **dict.fromkeys(
+        ("neftune", "neftune_noise_alpha", "use_neftune"), "noise on embeddings (NEFTune) is not built; remove it"
+    ),
+    "lora_dropout": "adapters have no dropout; remove it",
+    **dict.fromkeys(("use_dora", "dora"), "DoRA is not built; [model.lora] has plain LoRA, and rslora"),
+    "modules_to_save": "with adapters only they are trained, no module as a whole; remove it",
+    "loraplus_lr_ratio": "give B a rate of its own by an entry of optimizer.param_groups",
+    **dict.fromkeys(("swa", "use_swa"), "an exponential average takes its place: see optimizer.ema_decay"),
 }
 TABLES_ELSEWHERE = {
     "train": "training",

@@ -25,6 +25,7 @@ class RowFormat:
     """How the rows of a corpus are read as documents: the options of `[training]` of the same names, for one corpus.
 
     tokenizer: of the documents; without it there is text only, and shards of token ids are refused.
+    table: of the options, for messages.
     """
 
     tokenizer: Tokenizer | None = None
@@ -35,6 +36,7 @@ class RowFormat:
     chat_template: str | None = None
     chat_date: str | None = None
     skip_not_utf8: bool = False
+    table: str = "training"
 
     @classmethod
     def of(cls, training: job.Training, tokenizer: Tokenizer) -> "RowFormat":
@@ -55,6 +57,20 @@ class RowFormat:
         if source.format is None and not source.columns:
             return self
         return dataclasses.replace(self, format=source.format, columns=source.columns)
+
+    def of_validation(self, corpus: job.Validation | job.ValidationSet) -> "RowFormat":
+        """Return the reading of a corpus of validation: as training's if it has neither format nor columns, or is of
+        the documents that training holds out."""
+        if corpus.dataset is None and corpus.dataset_path is None:
+            return self
+        table = "validation" if isinstance(corpus, job.Validation) else "its"
+        if corpus.format is None and not corpus.columns:
+            return dataclasses.replace(self, table=table)
+        return dataclasses.replace(self, format=corpus.format, columns=corpus.columns, table=table)
+
+    def option(self, name: str) -> str:
+        """Return what a message calls an option: `training.format`, or `its format` of an entry of validation.sets."""
+        return f"{self.table}{' ' if self.table == 'its' else '.'}{name}"
 
     @functools.cached_property
     def template(self) -> ChatTemplate:
@@ -82,13 +98,14 @@ class RowFormat:
                 if kind == "text" and not self.columns:
                     raise UserError(
                         f"{place}: no text under the key 'text'; there is {there}. Text, messages, conversations, or"
-                        " prompt and completion are found by themselves; name another column in training.columns,"
-                        " such as {text = 'content'}, or {prompt = 'question', completion = 'answer'}"
+                        " prompt and completion are found by themselves; name another column in"
+                        f" {self.option('columns')}, such as {{text = 'content'}}, or {{prompt = 'question', completion"
+                        " = 'answer'}"
                     )
                 hint = did_you_mean(name, columns, f"; there is {there}")
-                raise UserError(f"{place}: training.columns: {part} = {name!r} is no column of it{hint}")
+                raise UserError(f"{place}: {self.option('columns')}: {part} = {name!r} is no column of it{hint}")
         if kind == "text":
-            return Text(names["text"])
+            return Text(names["text"], self.option("columns"))
         if kind == "chat":
             return Conversation(self, names["messages"], names["tools"] if names["tools"] in columns else None)
         if kind == "preference":
@@ -112,7 +129,7 @@ class RowFormat:
         if len(found) > 1:
             raise UserError(
                 f"{place}: its columns {_shortened(sorted(columns))} can be read as {' or '.join(found)}: choose by"
-                " training.format"
+                f" {self.option('format')}"
             )
         return self._unless_preference(found[0] if found else "text", place)
 
@@ -131,6 +148,7 @@ class Text:
     """A column of text: whole, it is one document, packed wherever rows end."""
 
     column: str
+    option: str = "training.columns"  # that names it, for messages
     is_whole = False
 
     @property
@@ -143,7 +161,7 @@ class Text:
 
     def document(self, row: Mapping[str, Any], where: str) -> Document:
         """Return a row's text; raise UserError if it has none."""
-        return _text(row, self.column, where)
+        return _text(row, self.column, where, self.option)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,7 +220,7 @@ class Completion:
         prompt, completion, tokenizer = row.get(self.prompt), row.get(self.completion), self.reading.tokenizer
         if isinstance(prompt, list) and isinstance(completion, list):
             return self._conversation(prompt, completion, where)
-        texts = [_text(row, name, where) for name in self.columns]
+        texts = [_text(row, name, where, self.reading.option("columns")) for name in self.columns]
         assert tokenizer is not None, "documents are read where there is a tokenizer"
         first, second = (tokenizer.encode(text) for text in texts)
         begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
@@ -291,14 +309,14 @@ def _common(one: list[Any], other: list[Any]) -> Iterator[Any]:
 Form = Text | Conversation | Completion | Preference
 
 
-def _text(row: Mapping[str, Any], column: str, where: str) -> str:
+def _text(row: Mapping[str, Any], column: str, where: str, option: str) -> str:
     text = row.get(column)
     if not isinstance(text, str):
         if column in row:
             found = f"the value of the key {column!r} is not text, but {_KINDS.get(type(text), 'null')}"
         else:
             found = f"no text under the key {column!r}; there is {_shortened(sorted(row))}"
-        raise UserError(f"{where}: {found}. Name the column that holds the text in training.columns")
+        raise UserError(f"{where}: {found}. Name the column that holds the text in {option}")
     # JSON can contain half a surrogate pair, which no encoding of text can.
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 

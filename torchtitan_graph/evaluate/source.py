@@ -106,23 +106,29 @@ def _find_assets_from(checkpoint: Path, config: JobConfig) -> None:
 
 
 def _choose_sets(config: JobConfig, sets: Sequence[str]) -> None:
-    """Set the corpora named on the command line, each as a whole unless validation.steps is given there too."""
+    """Set the corpora named on the command line, each as a whole unless validation.steps is given there too; with the
+    validation.format and validation.columns that are given there, else as the run's training data are read."""
     validation = config.validation
     validation.enable = True
     if not sets:
         return
     is_limited = config.sources.get("validation.steps") == COMMAND_LINE
+    given = [key for key in ("format", "columns") if config.sources.get(f"validation.{key}") == COMMAND_LINE]
+    common = {key: getattr(validation, key) for key in given}
+    if not is_limited:
+        common["steps"] = -1
     rows = []
     for each in sets:
         name, equals, path = each.partition("=")
         if not equals or not path:
             raise UserError(f"--set {each}: must be NAME=PATH")
-        rows.append({"name": name, "dataset_path": path, **({} if is_limited else {"steps": -1})})
+        rows.append({"name": name, "dataset_path": path, **common})
     try:
         validation.sets = OPTIONS["validation.sets"].accept(rows)
     except UserError as error:
         raise UserError(f"--set: {error}") from error
-    validation.dataset = validation.dataset_path = None
+    validation.dataset = validation.dataset_path = validation.format = None
+    validation.columns = {}
 
 
 def names_a_corpus(config: JobConfig) -> bool:

@@ -66,10 +66,12 @@ class Leaps:
     """The losses and gradient norms of the last 100 steps, skipped ones too, and the limits of the next step's.
 
     A lasting rise is therefore not skipped for ever. Saved and restored, so that a resumed run skips the same steps.
+    After `patience` skipped steps in a row the run `is_lost`; 0: never. The weights are those after step `weights_of`.
     """
 
-    def __init__(self, threshold: float) -> None:
-        self.threshold, self.num_skipped = threshold, 0
+    def __init__(self, threshold: float, patience: int = 0) -> None:
+        self.threshold, self.patience = threshold, patience
+        self.num_skipped = self.num_in_a_row = self.num_roll_backs = self.weights_of = 0
         self._losses: collections.deque[float] = collections.deque(maxlen=WINDOW)
         self._norms: collections.deque[float] = collections.deque(maxlen=WINDOW)
 
@@ -86,14 +88,29 @@ class Leaps:
                 f"{self.threshold:g} deviations above the medians (training.skip_leaps)"
             )
         self.num_skipped += skipped
+        self.num_in_a_row = self.num_in_a_row + 1 if skipped else 0
+        self.weights_of = self.weights_of if skipped else step
         self._losses.append(loss)
         self._norms.append(grad_norm)
 
+    def is_lost(self) -> bool:
+        """Return whether so many steps in a row were skipped that the run is to go back."""
+        return 0 < self.patience <= self.num_in_a_row
+
     def state_dict(self) -> dict[str, Any]:
-        return {"num_skipped": self.num_skipped, "losses": [*self._losses], "norms": [*self._norms]}
+        return {
+            "num_skipped": self.num_skipped,
+            "in_a_row": self.num_in_a_row,
+            "roll_backs": self.num_roll_backs,
+            "weights_of": self.weights_of,
+            "losses": [*self._losses],
+            "norms": [*self._norms],
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.num_skipped = state["num_skipped"]
+        self.num_in_a_row, self.num_roll_backs = state.get("in_a_row", 0), state.get("roll_backs", 0)
+        self.weights_of = state.get("weights_of", 0)
         self._losses.extend(state["losses"])
         self._norms.extend(state["norms"])
 

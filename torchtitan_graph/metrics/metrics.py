@@ -41,6 +41,7 @@ TAGS = {
     "expert_imbalance": "experts/imbalance",
     VALIDATION_LOSS: "validation/loss",  # of one of several sets, with /NAME
     "skipped_steps": "train/skipped_steps",
+    "roll_backs": "train/roll_backs",
     "slowest_rank": "ranks/slowest",
     "slowest_busy_s": "ranks/slowest_busy_s",
     "slowest_data_s": "ranks/slowest_data_s",
@@ -165,6 +166,7 @@ class Metrics:
         flops: float | None = None,
         tokens_by_source: dict[str, int] | None = None,
         skipped_steps: int | None = None,
+        roll_backs: int | None = None,
     ) -> None:
         """Stop the clock, check for outliers, and log if the step is due.
 
@@ -180,6 +182,7 @@ class Metrics:
             flops: this device's in the step, without recomputation; None: not known.
             tokens_by_source: all ranks' targets of each corpus of a mixture.
             skipped_steps: how many were skipped since the run's beginning, where steps that leap are.
+            roll_backs: how often the run had gone back before this step, where it may.
         """
         self.loss = loss
         self._num_steps += 1
@@ -197,6 +200,8 @@ class Metrics:
             self._record_end |= compare_ranks(step, step_s, self._work.seconds(), own_data_s, share)
         if skipped_steps is not None:
             self._record_end["skipped_steps"] = skipped_steps
+        if roll_backs is not None:
+            self._record_end["roll_backs"] = roll_backs
         if tokens_by_source:
             self._record_end["tokens_by_source"] = tokens_by_source
         if self.rank == 0:

@@ -367,6 +367,12 @@ def test_what_divides_no_stages_is_said() -> None:
             "with initial_load_in_hf it is a folder of the file system",
         ),
         ("--validation.enable --training.sources [{dataset='stdlib'}]", "the sources of a mixture don't end together"),
+        ("--training.roll_back_after 3 --checkpoint.enable", "no step is skipped: set training.skip_leaps too"),
+        ("--training.roll_back_after 3 --training.skip_leaps 10", "checkpoint.enable = false saves none: change that"),
+        (
+            "--training.roll_back_after 3 --training.skip_leaps 10 --checkpoint.enable --checkpoint.load_only",
+            "checkpoint.load_only = true saves none",
+        ),
         ("--checkpoint.load_step 3", "needs checkpoint.enable = true; with checkpoint.load_only"),
         (
             "--checkpoint.enable --checkpoint.exclude_from_loading model --checkpoint.load_step 3",

@@ -11,7 +11,7 @@ from torchtitan_graph.config.manual import COMMON, option_help, tables
 from torchtitan_graph.config.nearest import GENERIC
 from torchtitan_graph.config.option import brief
 from torchtitan_graph.config.resolve import NAMES, family_names
-from torchtitan_graph.config.support import NAMES_ELSEWHERE
+from torchtitan_graph.config.support import ANSWERS, NAMES_ELSEWHERE
 from torchtitan_graph.errors import UserError
 
 
@@ -403,6 +403,10 @@ def test_what_is_like_no_option_gets_no_hint(name: str) -> None:
         ("save", "job.dump_folder"),
         ("training.freeze", "model.freeze"),
         ("lora_r", "model.lora.rank"),
+        ("use_ema", "optimizer.ema_decay"),
+        ("label_smoothing_factor", "loss.label_smoothing"),
+        ("sample_every", "samples.freq"),
+        ("rollback", "training.roll_back_after"),
     ],
 )
 def test_what_other_trainers_call_it_is_known(name: str, ours: str) -> None:
@@ -410,9 +414,22 @@ def test_what_other_trainers_call_it_is_known(name: str, ours: str) -> None:
     assert problem.endswith(f"is not an option; see {ours}")
 
 
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("neftune_noise_alpha", "noise on embeddings (NEFTune) is not built; remove it"),
+        ("model.lora_dropout", "adapters have no dropout; remove it"),
+    ],
+)
+def test_what_is_not_built_is_said_to_be_so(name: str, answer: str) -> None:
+    (problem,) = problems([f"--{name}", "1"])
+    assert problem.endswith(f"is not an option: {answer}")
+
+
 def test_what_is_known_from_elsewhere_is_no_name_of_ours() -> None:
     leaves = {key.rpartition(".")[2] for key in NAMES}
     assert {*NAMES_ELSEWHERE.values()} <= {*OPTIONS} and not {*NAMES_ELSEWHERE} & ((leaves - GENERIC) | {*NAMES})
+    assert not {*ANSWERS} & {*leaves, *NAMES_ELSEWHERE}
 
 
 def test_a_dotted_name_is_said_in_words() -> None:

@@ -21,6 +21,18 @@ SETS = ["--validation.enable", "--validation.sets", "[{name = 'wiki', dataset_pa
         ),
         (["--validation.enable", "--validation.best_metric", "loss"], "is not a metric of validation; legal are"),
         (["--validation.patience", "2"], "validation.patience = 2: nothing is validated; set validation.enable = true"),
+        ([*SETS, "--validation.format", "chat"], "validation.format = 'chat': is not used with validation.sets"),
+        (["--validation.format", "chat"], "validation.format = 'chat': without a corpus of its own validation reads"),
+        (
+            ["--validation.dataset_path", "a", "--validation.columns", "{text = 'a', prompt = 'b'}"],
+            "text, prompt are of different formats",
+        ),
+        (["--validation.sets", "[{name = 'a', format = 'chat'}]"], "entry 1: format, columns: without a corpus of its"),
+        (
+            ["--validation.sets", "[{name = 'a', dataset_path = 'a', columns = {promt = 'b'}}]"],
+            "entry 1: columns: promt is nothing that is read; did you mean prompt?",
+        ),
+        (["--validation.sets", "[{name = 'a', format = 'chats'}]"], "did you mean chat?"),
         (["--checkpoint.keep_best"], "checkpoint.keep_best = true: nothing is validated"),
     ],
 )

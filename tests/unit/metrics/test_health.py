@@ -117,3 +117,19 @@ def test_what_is_saved_gives_the_same_limits() -> None:
         leaps.add(step, value, value / 3, step == 25)
     other.load_state_dict(json.loads(json.dumps(leaps.state_dict())))
     assert other.limits() == leaps.limits() and other.num_skipped == 1
+
+
+def test_a_run_is_lost_after_skipped_steps_in_a_row_also_if_it_was_stopped_in_between() -> None:
+    leaps, other = Leaps(10.0, patience=2), Leaps(10.0, patience=2)
+    found = []
+    for step, skipped in enumerate([True, False, True, True]):
+        leaps.add(step, 1.0, 1.0, skipped)
+        found.append(leaps.is_lost())
+        if step == 2:
+            other.load_state_dict(json.loads(json.dumps(leaps.state_dict())))
+    assert found == [False, False, False, True]
+    other.add(3, 1.0, 1.0, True)
+    assert other.is_lost()
+    never = Leaps(10.0)
+    never.add(0, 1.0, 1.0, True)
+    assert not never.is_lost()

@@ -10,9 +10,9 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from torchtitan_graph.config.nearest import did_you_mean
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import init_logging, logger
+from torchtitan_graph.nearest import did_you_mean
 
 
 class _Parser(argparse.ArgumentParser):

@@ -46,8 +46,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
 
-from torchtitan_graph.config.nearest import did_you_mean
 from torchtitan_graph.errors import UserError
+from torchtitan_graph.nearest import did_you_mean
 
 OURS = "torchtitan_graph"  # the name of our functions in its registries
 CORNER = 64  # of a parameter that is drawn to see how it starts, in each dim

@@ -11,8 +11,8 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import nn
 
-from torchtitan_graph.config.nearest import nearest
 from torchtitan_graph.errors import UserError
+from torchtitan_graph.nearest import nearest
 
 P = ParamSpec("P")
 R = TypeVar("R")

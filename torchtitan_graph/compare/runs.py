@@ -9,10 +9,10 @@ from typing import Any
 
 from torchtitan_graph.checkpoint.folder import CONFIG
 from torchtitan_graph.config import JobConfig, load
-from torchtitan_graph.config.nearest import nearest
 from torchtitan_graph.errors import UserError, listed
 from torchtitan_graph.log import logger
 from torchtitan_graph.metrics.jsonl import read_records
+from torchtitan_graph.nearest import nearest
 from torchtitan_graph.run.status import read_status
 from torchtitan_graph.small_files import BadFile
 

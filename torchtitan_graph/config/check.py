@@ -21,10 +21,10 @@ from torchtitan_graph.config.job import (
     unused,
     validation_metrics,
 )
-from torchtitan_graph.config.nearest import did_you_mean
 from torchtitan_graph.config.option import brief
 from torchtitan_graph.config.resolve import one_line, problem_list
 from torchtitan_graph.errors import UserError
+from torchtitan_graph.nearest import did_you_mean
 from torchtitan_graph.rates import RATES
 
 if TYPE_CHECKING:
@@ -275,10 +275,11 @@ def _experts(config: JobConfig, world_size: int) -> Iterator[Problem]:
 def _adapters(config: JobConfig) -> Iterator[Problem]:
     model = config.model
     if not model.lora.rank:
-        for key in ("initial_load_adapter", "last_save_adapter"):
-            if getattr(config.checkpoint, key):
-                why = "there are no adapters while model.lora.rank is 0: set it, or remove this"
-                yield Problem(f"checkpoint.{key}", why)
+        of_lora = [key for key in OPTIONS if key.startswith("model.lora.")]
+        adapters = [f"checkpoint.{key}" for key in ("initial_load_adapter", "last_save_adapter")]
+        for key in (*of_lora, *adapters):
+            if get(config, key) != OPTIONS[key].default:
+                yield Problem(key, "there are no adapters while model.lora.rank is 0: set that, or remove this")
         return
     if model.freeze:
         yield Problem("model.freeze", "with model.lora.rank all but the adapters is frozen; remove it")
@@ -496,9 +497,6 @@ def _optimizer(config: JobConfig) -> Iterator[Problem]:
 
 def _notices(config: JobConfig) -> Iterator[Problem]:
     """Yield each option that is set and has no effect, or one that may surprise."""
-    if not config.model.lora.rank:
-        of_lora = [key for key in OPTIONS if key.startswith("model.lora.")]
-        yield from unused(config, "there are no adapters while model.lora.rank is 0", *of_lora)
     total_steps, steps = config.lr_scheduler.total_steps, config.training.steps
     if total_steps is not None and total_steps < steps:
         yield Problem(

@@ -10,11 +10,11 @@ from typing import Any
 import torchtitan_graph
 from torchtitan_graph.config.job import OPTIONS, JobConfig
 from torchtitan_graph.config.manual import option_help
-from torchtitan_graph.config.nearest import nearest
 from torchtitan_graph.config.option import brief
 from torchtitan_graph.config.resolve import COMMAND_LINE, NAMES, Resolution, Setting, is_flag, problem_list, resolve
 from torchtitan_graph.config.support import REFUSED, RENAMED
 from torchtitan_graph.errors import UserError
+from torchtitan_graph.nearest import nearest
 from torchtitan_graph.patience import is_transient, retry_io
 from torchtitan_graph.small_files import BadFile, read_toml
 

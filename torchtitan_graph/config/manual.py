@@ -7,10 +7,10 @@ from dataclasses import is_dataclass
 from typing import Any, get_type_hints
 
 from torchtitan_graph.config.job import OPTIONS, JobConfig
-from torchtitan_graph.config.nearest import did_you_mean
 from torchtitan_graph.config.option import Option, options, show
 from torchtitan_graph.config.support import FLAVOR_SUFFIXES, OLD_FLAVORS, RENAMED, UNSUPPORTED, UNSUPPORTED_VALUES
 from torchtitan_graph.errors import UserError
+from torchtitan_graph.nearest import did_you_mean
 
 SYNTAX = """\
 Options are set in a TOML file and on the command line. The command line overrides the file; the file overrides the

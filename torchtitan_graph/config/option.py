@@ -7,8 +7,8 @@ import types
 import typing
 from typing import Any, Union
 
-from torchtitan_graph.config.nearest import did_you_mean
 from torchtitan_graph.errors import UserError
+from torchtitan_graph.nearest import did_you_mean
 from torchtitan_graph.small_files import BadFile, parse_toml
 
 KINDS = {

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torchtitan_graph.config.nearest import did_you_mean
 from torchtitan_graph.errors import UserError
+from torchtitan_graph.nearest import did_you_mean
 
 
 def find_own(option: str, dotted_name: str) -> Any:

@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Sequence
 
 from torchtitan_graph.config.job import OPTIONS, ROW_MULTIPLE, JobConfig, Problem, get, unused
-from torchtitan_graph.config.nearest import did_you_mean
 from torchtitan_graph.config.option import show
+from torchtitan_graph.nearest import did_you_mean
 
 LINEARS = ("float8", "quantize.linear.float8")  # two names for one
 LINEARS_MX = ("mx", "quantize.linear.mx")  # as well

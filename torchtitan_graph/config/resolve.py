@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torchtitan_graph
 from torchtitan_graph.config.job import OPTIONS, JobConfig, get, put
-from torchtitan_graph.config.nearest import GENERIC, did_you_mean, nearest
 from torchtitan_graph.config.option import brief, show
 from torchtitan_graph.config.support import (
     ANSWERS,
@@ -26,6 +25,7 @@ from torchtitan_graph.config.support import (
     UNSUPPORTED_VALUES,
 )
 from torchtitan_graph.errors import UserError
+from torchtitan_graph.nearest import GENERIC, did_you_mean, nearest
 
 MOST_TOLD = 30  # problems in one message
 COMMAND_LINE = "command line"

@@ -357,6 +357,9 @@ NAMES_ELSEWHERE = {
         "model.freeze": "freeze_layers frozen_modules unfrozen_parameters freeze_trainable_layers training.freeze",
         "model.lora.rank": "lora_r lora_rank lora.r model.lora.r peft_rank adapter peft use_peft use_lora",
         "model.lora.alpha": "lora_alpha",
+        "reference.path": "ref_model ref_model_path reference_model reference_model_path ref_model_name_or_path teacher"
+        " teacher_model teacher_path teacher_model_name_or_path teacher_model_path",
+        "training.step": "distill distillation knowledge_distillation",
         "model.lora.base": "load_in_4bit load_in_8bit qlora use_qlora quantize_base bnb_4bit_quant_type",
         "model.lora.rslora": "use_rslora",
         "model.lora.targets": "target_modules lora_target_modules lora_target",
@@ -388,15 +391,10 @@ NAMES_ELSEWHERE = {
     for name in names.split()
 }
 # Words of other trainers for what no option of the same kind does, each with what is there instead.
-_NO_NF4, _NO_PREFERENCES = (
-    'write model.lora.base = "nf4", for adapters on a quantized model',
-    "a step on pairs is training.step, with its settings in training.step_options",
-)
+_PREFERENCES = "set training.step = 'torchtitan_graph.goals.dpo', its options in training.step_options"
 ANSWERS = {
-    **dict.fromkeys(("load_in_4bit", "qlora", "use_qlora", "bnb_4bit_quant_type"), _NO_NF4),
-    "load_in_8bit": 'adapters on a model in 8 bits are not built; 4 bits are: model.lora.base = "nf4"',
-    **dict.fromkeys(("dpo", "dpo_beta", "pref_beta", "ref_model", "reference_model"), _NO_PREFERENCES),
-    "beta": f"of DPO: {_NO_PREFERENCES}; of Adam: see optimizer.beta1 and optimizer.beta2",
+    **dict.fromkeys(("dpo", "use_dpo", "dpo_beta", "pref_beta"), _PREFERENCES),
+    "beta": f"of DPO: {_PREFERENCES}; of Adam: see optimizer.beta1 and optimizer.beta2",
     **dict.fromkeys(
         ("neftune", "neftune_noise_alpha", "use_neftune"), "noise on embeddings (NEFTune) is not built; remove it"
     ),

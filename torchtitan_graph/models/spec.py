@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from torchtitan_graph.config.nearest import did_you_mean
 from torchtitan_graph.config.resolve import family_names
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.models.layers.stored import Stored
+from torchtitan_graph.nearest import did_you_mean
 from torchtitan_graph.parallel.plan import Plan
 
 # A family is a module with these: the flavours' table, the model class, the tensor-parallel plan, and the map from our

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from torchtitan_graph.config import job
-from torchtitan_graph.config.nearest import did_you_mean
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
+from torchtitan_graph.nearest import did_you_mean
 from torchtitan_graph.optim.adam import MOMENTS, RoundedAdam
 from torchtitan_graph.optim.average import AVERAGE, AVERAGE_DTYPE
 from torchtitan_graph.optim.muon import Muon, matrices_of

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from torchtitan_graph.config import job
-from torchtitan_graph.config.nearest import did_you_mean
 from torchtitan_graph.errors import UserError
+from torchtitan_graph.nearest import did_you_mean
 from torchtitan_graph.small_files import BadFile, read_text
 from torchtitan_graph.torch_private.pipelines import PipelineAction, pipeline_order, with_messages
 

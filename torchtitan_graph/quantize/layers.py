@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from torchtitan_graph.capture.calls import called_as
-from torchtitan_graph.config.nearest import did_you_mean
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.models.layers.feed_forward import FeedForward
 from torchtitan_graph.models.layers.moe import Experts
+from torchtitan_graph.nearest import did_you_mean
 from torchtitan_graph.quantize.grouped import check_grouped, grouped_linear
 from torchtitan_graph.quantize.products import (
     DELAYED,

@@ -10,7 +10,6 @@ from torch import nn
 
 from torchtitan_graph.config import JobConfig
 from torchtitan_graph.config.job import OPTIONS, Problem, lines
-from torchtitan_graph.config.nearest import did_you_mean
 from torchtitan_graph.config.quantize import (
     EXPERTS,
     LINEARS,
@@ -25,6 +24,7 @@ from torchtitan_graph.device import Target
 from torchtitan_graph.errors import UserError, listed
 from torchtitan_graph.log import logger
 from torchtitan_graph.models.layers.moe import Experts
+from torchtitan_graph.nearest import did_you_mean
 from torchtitan_graph.parallel.layout import TP
 from torchtitan_graph.parallel.parallelize import parameter_roles
 from torchtitan_graph.parallel.plan import SPLIT_DIM, Plan

@@ -13,12 +13,12 @@ from torch import nn
 
 from torchtitan_graph.compiler import Extra, Pass, PassPlan, passes, update_passes
 from torchtitan_graph.config import job
-from torchtitan_graph.config.nearest import did_you_mean
 from torchtitan_graph.config.own import find_own
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.blocks import block_of
 from torchtitan_graph.models.layers.feed_forward import SwiGLU
 from torchtitan_graph.models.layers.rope import Rotation
+from torchtitan_graph.nearest import did_you_mean
 from torchtitan_graph.passes.compile_regions import FLEX, WHOLE, Regions, region_of
 
 

@@ -8,11 +8,11 @@ import torchtitan_graph
 from torchtitan_graph.config import JobConfig, dump_toml, job, load
 from torchtitan_graph.config.job import OPTIONS
 from torchtitan_graph.config.manual import COMMON, option_help, tables
-from torchtitan_graph.config.nearest import GENERIC
 from torchtitan_graph.config.option import brief
 from torchtitan_graph.config.resolve import NAMES, family_names
 from torchtitan_graph.config.support import ANSWERS, NAMES_ELSEWHERE
 from torchtitan_graph.errors import UserError
+from torchtitan_graph.nearest import GENERIC
 
 
 def write(folder: Path, text: str) -> str:

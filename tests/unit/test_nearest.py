@@ -3,7 +3,7 @@
 import pytest
 
 from torchtitan_graph.config.job import OPTIONS
-from torchtitan_graph.config.nearest import did_you_mean, nearest
+from torchtitan_graph.nearest import did_you_mean, nearest
 
 
 @pytest.mark.parametrize(

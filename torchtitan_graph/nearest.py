@@ -17,7 +17,8 @@ def did_you_mean(name: str, names: Iterable[str], otherwise: str = "") -> str:
 
 
 def nearest(name: str, names: Iterable[str]) -> str | None:
-    """Return the known name that is `name` but for slips of typing, or None; of several equally near, the first.
+    """Return the known name that is `name` but for slips of typing, or None; of several equally near, one as long as
+    `name`, or the first.
 
     Slips are letters left out, added, changed or swapped, two in eight letters; other separators or letters' case; and,
     of a key `table.name`, a table that is missing or another one.
@@ -33,7 +34,8 @@ def nearest(name: str, names: Iterable[str]) -> str | None:
         other_table, _, other_key = other.rpartition(".")
         of_key, of_table = _slips(key, other_key), _slips(table, other_table)
         if of_key is not None and (of_table is not None or other_key not in GENERIC):
-            found.append((of_table is None, of_key + (of_table or 0), place, other))
+            longer = abs(len(other) - len(name))  # `stepz` is `steps` rather than `step`
+            found.append((of_table is None, of_key + (of_table or 0), longer, place, other))
     return min(found)[-1] if found else None
 
 

@@ -56,9 +56,9 @@ def test_a_word_with_another_meaning_gets_no_hint(word: str) -> None:
     assert did_you_mean(word, OPTIONS, "; otherwise") == "; otherwise"
 
 
-def test_of_names_equally_near_the_first_is_meant() -> None:
+def test_of_names_equally_near_one_as_long_or_the_first_is_meant() -> None:
     assert nearest("seq_len", ["training.seq_len", "validation.seq_len"]) == "training.seq_len"
-    assert nearest("stepz", ["a.step", "steps", "stops"]) == "steps"
+    assert nearest("stepz", ["a.step", "step", "steps", "stops"]) == "steps"
 
 
 def test_a_number_may_be_another_but_not_left_out() -> None:

@@ -46,8 +46,8 @@ from torchtitan_graph.optim import build_lr_scheduler, build_optimizer, clip_gra
 from torchtitan_graph.parallel.layout import DATA_AXES, EP, EXPERT_FSDP, EXPERT_TP, PP, TP, Layout, ParallelDims
 from torchtitan_graph.parallel.pipeline import StageGraph
 from torchtitan_graph.parallel.recompute import Recompute
-from torchtitan_graph.parallel.schedule import Schedule, plan_pipeline
-from torchtitan_graph.parallel.storage import Precision, Reshard, cast_parameters
+from torchtitan_graph.parallel.schedule import Schedule, one_stage, plan_pipeline
+from torchtitan_graph.parallel.storage import NONE, Precision, Reshard, cast_parameters
 from torchtitan_graph.quantize.products import Recipe, multiple_for
 from torchtitan_graph.quantize.state import Float8
 from torchtitan_graph.rates import RATES
@@ -124,6 +124,7 @@ class Cell:
     lengths: range | None = None  # of rows, where these differ
     freeze: tuple[str, ...] = ()  # patterns of names, as `model.freeze`
     lora: tuple[tuple[str, Any], ...] = ()  # options of `job.Lora`
+    once: str = NONE  # `parallelism.fsdp_once_a_step`
 
     def __post_init__(self) -> None:
         if not self.vocab_size:
@@ -165,6 +166,7 @@ class Cell:
             mtp_weight=MTP_WEIGHT,
             pipeline=self.schedule(),
             float8=self.quantised(),
+            once=self.once,
         )
 
     def quantised(self) -> Float8 | None:
@@ -177,9 +179,9 @@ class Cell:
         return Float8({n: self.float8 for n, m in layers.items() if n in fits or isinstance(m, Experts)})
 
     def schedule(self) -> Schedule | None:
-        """Return the schedule of the pipeline, None without one."""
+        """Return the schedule of the pipeline, or of the whole model where something is done once a step."""
         if self.dims.pp == 1:
-            return None
+            return None if self.once == NONE else one_stage(build_model(self).modules_in_order, self.num_microbatches)
         options = dataclasses.replace(job.Parallelism(pipeline_parallel_degree=self.dims.pp), **dict(self.pipeline))
         return plan_pipeline(options, build_model(self).modules_in_order, self.num_microbatches)
 

@@ -496,6 +496,13 @@ class Parallelism:
         " layers; always: all, with embedding, last norm and output; never: none.",
         choices=("default", "always", "never"),
     )
+    fsdp_once_a_step: str = option(
+        "none",
+        "Which parameters are gathered, and their gradients reduced, once an optimizer step, not once a microbatch:"
+        " they and their gradients are whole in memory until its end. experts: those of expert parallelism; all; auto:"
+        " all, else the experts', else none, as memory allows by the forecast. A pipeline's stages do so in any case.",
+        choices=("none", "experts", "all", "auto"),
+    )
     tensor_parallel_degree: int = option(
         1, "Shards of the matrix products (tensor parallel with sequence parallel).", minimum=1
     )

@@ -28,8 +28,9 @@ class StageGraph(NamedTuple):
 
     parts         of the training step
     train         that step before it was cut
-    evaluate      the evaluation step, if there is one
-    passed        example of the activation sent between stages, on meta: in training, and in evaluation
+    evaluate      the stage's evaluation step, if there is one
+    passed        example of the activation sent between stages, on meta: in training, and in evaluation; empty where
+                  there is one stage
     reduce_dtype  of the sum of gradients over the microbatches
     """
 
@@ -44,13 +45,13 @@ class StageGraph(NamedTuple):
 class Stage:
     """A stage's parts bound to the live parameters, with the values its microbatches keep between them."""
 
-    def __init__(self, graph: StageGraph, model: nn.Module) -> None:
+    def __init__(self, graph: StageGraph, model: nn.Module, read: nn.Module) -> None:
         self.graph, self.parts, train = graph, graph.parts.by_name, graph.train
         signature, inputs = signature_of(train.gm), inputs_of(train.gm)
         self._input_names = [node.name for slot, node in inputs if slot.kind == "input"]
         self._state_names = [node.name for slot, node in inputs if slot.kind != "input"]
         state = tuple(slot for slot in signature.inputs if slot.kind != "input")
-        self._state = BoundState(state, train.options, train.modes, train.classes, model, None)
+        self._state = BoundState(state, train.options, train.modes, train.classes, read, None)
         self._guarded: list[Tensor] | None = None  # the state that was bound when guards were last checked
         self._layouts = {slot.name: slot.layout for slot in signature.outputs if slot.kind == "grad"}
         self._run = {name: Watchable(part.gm) for name, part in self.parts.items()}
@@ -74,7 +75,8 @@ class Stage:
 
     def forward(self, i: int, inputs: Inputs, x: Tensor | None) -> Tensor | None:
         """Run forward on microbatch `i` and the activation of the stage before; return this stage's activation."""
-        outputs, given = self.graph.parts.outputs, (*inputs(), x)
+        outputs = self.graph.parts.outputs
+        given = (*inputs(), x)[: len(self.graph.train.arguments)]  # a whole model takes no activation
         if self.graph.train.guards is not None and self._guarded is not self._bound:
             self.graph.train.guards(*given)
             self._guarded = self._bound
@@ -114,7 +116,7 @@ class Stage:
             self._shared = sharing_memory({name: held[name] for name in self.graph.parts.sums}, others)
         for name in self.graph.parts.sums:
             made = held.pop(name)
-            term = made.to(self.graph.reduce_dtype)
+            term = made if name in self.graph.parts.reduced else made.to(self.graph.reduce_dtype)
             if name in self._sums:
                 self._sums[name] += term
             else:
@@ -149,7 +151,8 @@ class Stage:
 
 
 class Pipeline:
-    """A rank's pipeline stages, and their execution by a schedule."""
+    """A rank's pipeline stages, and their execution by a schedule; or a whole model, a single stage, whose microbatches
+    share what is done once a step."""
 
     def __init__(
         self,
@@ -159,9 +162,11 @@ class Pipeline:
         tied: Tensor | None,
         layout: Layout,
         device: torch.device,
+        state: nn.Module,
     ) -> None:
+        """Bind the stages to the live parameters of `model`, and to all state that a step reads: that of `state`."""
         self.schedule, self.layout = schedule, layout
-        self.stages = {number: Stage(graph, model) for number, graph in graphs.items()}
+        self.stages = {number: Stage(graph, model, state) for number, graph in graphs.items()}
         self.num_stages, self.rank = len(schedule.stages), layout.rank(PP)
         self._ends = schedule.rank_of[0], schedule.rank_of[-1]
         self._tied = tied if self._ends[0] != self._ends[1] and self.rank in self._ends else None
@@ -254,7 +259,7 @@ class _Messages:
     """
 
     def __init__(self, rank_of: Sequence[int], layout: Layout, device: torch.device) -> None:
-        self._rank_of, self._group, self._device = rank_of, layout.group(PP), device
+        self._rank_of, self._layout, self._device = rank_of, layout, device
         self._there: dict[tuple[str, int, int], tuple[Tensor, dist.Work | None]] = {}  # F or B, to stage, microbatch
         # Kept alive until they are sent; gloo never reports that before `wait`.
         self._sent: list[tuple[Tensor, dist.Work | None]] = []
@@ -272,13 +277,13 @@ class _Messages:
         """Send the value at hand for a stage of another rank."""
         x = self.take(what, stage, microbatch).contiguous()
         self._sent = [(tensor, work) for tensor, work in self._sent if work and not work.is_completed()]
-        self._sent.append((x, dist.isend(x, group=self._group, group_dst=self._rank_of[stage])))
+        self._sent.append((x, dist.isend(x, group=self._layout.group(PP), group_dst=self._rank_of[stage])))
 
     def receive(self, what: str, stage: int, microbatch: int, source: int, like: Tensor | None) -> None:
         """Start receiving from the stage `source` of another rank."""
         assert like is not None, "built for training, and for evaluation when the options have eval_rows"
         x = torch.empty(like.shape, dtype=like.dtype, device=self._device)
-        work = dist.irecv(x, group=self._group, group_src=self._rank_of[source])
+        work = dist.irecv(x, group=self._layout.group(PP), group_src=self._rank_of[source])
         self._there[what, stage, microbatch] = x, work
 
     def wait(self) -> None:

@@ -12,7 +12,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,8 @@ from torchtitan_graph.parallel.layout import DATA_AXES, DP_REPLICATE, EP, EXPERT
 from torchtitan_graph.torch_private.distributed import DTensorSpec, StridedShard, dtensor_spec, make_dtensor
 
 _FEW = 4  # size of each dim of a small stand-in parameter
+# The parameters that are gathered, and whose gradients are reduced, once a step.
+NONE, EXPERTS, ALL, AUTO = "none", "experts", "all", "auto"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,6 +179,12 @@ def stored_dim(parameter: Tensor, layout: Layout) -> int:
     return int(shape[0] % degree > 0 and shape[1] % degree == 0)
 
 
+def names_of(which: str, storages: Mapping[str, Storage]) -> frozenset[str]:
+    """Return the names of the parameters of a choice: NONE, EXPERTS (those of expert parallelism) or ALL."""
+    of_experts = frozenset(name for name, storage in storages.items() if storage.shard_axis == EXPERT_FSDP)
+    return {NONE: frozenset[str](), EXPERTS: of_experts, ALL: frozenset(storages)}[which]
+
+
 def materialize(model: nn.Module, storages: Mapping[str, Storage], device: torch.device) -> None:
     """Replace the model's meta parameters by allocated shards, in place; tied ones by one. Buffers are zero, and whole
     on every rank except those in `storages`."""
@@ -206,15 +215,20 @@ def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
 @dataclasses.dataclass(frozen=True)
 class Reshard:
     """The gathered weights that are freed after forward and gathered again for backward: those of blocks, and those
-    outside (embedding, final norm, output), with which backward begins."""
+    outside (embedding, final norm, output), with which backward begins; but for the `whole` ones, by name."""
 
     blocks: bool = True
     root: bool = False
+    whole: frozenset[str] = frozenset()
 
     @classmethod
     def from_option(cls, policy: str) -> Reshard:
         """Return the resharding of `parallelism.fsdp_reshard_after_forward`; "default" keeps the root's, like FSDP2."""
         return cls(blocks=policy != "never", root=policy == "always")
+
+    def frees(self, name: str, in_block: bool) -> bool:
+        """Return whether a parameter's gathered weight is freed."""
+        return name not in self.whole and (self.blocks if in_block else self.root)
 
 
 def shard_eager(
@@ -225,11 +239,16 @@ def shard_eager(
     reshard: Reshard,
     device: torch.device,
     on_host: bool = False,
-) -> None:
+    once: str = NONE,
+) -> Callable[[bool], None]:
     """Apply FSDP2 to each block, then to the root, and allocate: the eager reference in every layout.
 
     Gradients are summed, not averaged: the loss is already divided by the global number of tokens. Inputs keep their
     dtype, as in a graph, where nothing casts them. With `on_host` parameters are in the host's memory.
+
+    Returns:
+        a function to call before each microbatch, with whether it is the step's last: what is done `once` a step
+        (`parallelism.fsdp_once_a_step`) is then done.
     """
     policy = MixedPrecisionPolicy(
         param_dtype=precision.compute if precision.compute != precision.storage else None,
@@ -237,13 +256,15 @@ def shard_eager(
         cast_forward_inputs=False,
     )
     experts = [m for m in model.modules() if any(is_expert(p) for p in m.parameters(recurse=False))]
-    for module in (*experts, *blocks.values(), model):
+    units = [*experts, *blocks.values(), model]
+    done_once: list[Any] = {NONE: [], EXPERTS: experts, ALL: units}[once]
+    for module in units:
         mesh = layout.expert_submesh(EXPERT_FSDP, DP_REPLICATE) if module in experts else layout.submesh(*DATA_AXES)
         sharded = fully_shard(
             module,
             mesh=mesh,
             mp_policy=policy,
-            reshard_after_forward=reshard.root if module is model else reshard.blocks,
+            reshard_after_forward=module not in done_once and (reshard.root if module is model else reshard.blocks),
             shard_placement_fn=lambda p: Shard(stored_dim(p, layout)),
             offload_policy=CPUOffloadPolicy(pin_memory=device.type == "cuda") if on_host else OffloadPolicy(),
         )
@@ -256,6 +277,13 @@ def shard_eager(
     for owner, module in model.named_modules():
         for leaf, buffer in module.named_buffers(recurse=False):
             setattr(module, leaf, buffer.to(device).requires_grad_(f"{owner}.{leaf}" in slots))
+
+    def sync(is_last: bool) -> None:
+        for module in done_once:
+            module.set_requires_gradient_sync(is_last, recurse=False)
+            module.set_reshard_after_backward(is_last, recurse=False)
+
+    return sync
 
 
 @torch.no_grad()

@@ -28,7 +28,7 @@ def gather_each_call(gm: GraphModule, blocks: Container[str], reshard: Reshard) 
     if not any(number > 1 for number in call.values()):
         return gm
     call |= _of_backward(_runs(gm, blocks, "backward"), call, blocks)
-    weights = gathered_weights(gm)
+    weights = {node: name for node, name in gathered_weights(gm).items() if name not in reshard.whole}
     for node in reversed(gm.graph.nodes):
         if node in weights and node not in call:  # the gather itself belongs to the first call that reads it
             call[node] = min((call[user] for user in node.users if user in call), default=1)

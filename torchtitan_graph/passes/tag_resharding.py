@@ -20,6 +20,6 @@ def tag_resharding(gm: GraphModule, blocks: Container[str], reshard: Reshard) ->
     Backward then gathers again, and nothing holds `full` till then.
     """
     for node, name in gathered_weights(gm).items():
-        if reshard.root if block_of(name, blocks) is None else reshard.blocks:
+        if reshard.frees(name, in_block=block_of(name, blocks) is not None):
             meta.write(node, tag=meta.RECOMPUTE)
     return gm

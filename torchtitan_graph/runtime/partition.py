@@ -1,4 +1,4 @@
-"""Partition the graph of a pipeline stage into parts that run at different times of a step.
+"""Partition the graph of a training step, or of a pipeline's stage, into parts that run at different times of a step.
 
     gather     once a step: weights, from their shards
     forward    of a microbatch
@@ -7,14 +7,15 @@
       weight     the gradients of the weights, for which no stage waits
     reduce     once a step: gradients, summed over the microbatches, to their shards
 
-A stage is traced whole and all passes except those after the partitioning have run on it: a part's nodes are the
-graph's own. They are distinguished by their role, their phase and their inputs.
+The graph is traced whole and all passes except those after the partitioning have run on it: a part's nodes are the
+graph's own. They are distinguished by their role, their phase and their inputs. Weights that are not gathered once a
+step are gathered by forward and backward; so are gradients reduced by backward that are not reduced once a step.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import NamedTuple
 
 from torch.fx import Graph, GraphModule, Node
@@ -24,6 +25,24 @@ from torchtitan_graph.graph.edit import copy_node, is_view, value
 from torchtitan_graph.graph.signature import Signature, Slot, input_nodes, layout_of, output_nodes
 
 ONCE_A_STEP = ("gather", "reduce")  # the parts that run once a step, not by microbatch
+ALL, NONE = (lambda name: True), (lambda name: False)  # of all parameters, of none
+
+
+class Once(NamedTuple):
+    """What is done once a step, by the names of parameters.
+
+    gather  whether a weight is gathered once
+    reduce  whether a gradient is reduced once
+    """
+
+    gather: Callable[[str], bool] = ALL
+    reduce: Callable[[str], bool] = ALL
+
+    def part_of(self, node: Node) -> str | None:
+        """Return the part of a node that runs once a step, None for others."""
+        role = meta.role(node)
+        is_once = {meta.GATHER: self.gather, meta.REDUCE: self.reduce}.get(role or "", NONE)
+        return role if is_once(meta.param(node) or "") else None
 
 
 class Part(NamedTuple):
@@ -35,42 +54,41 @@ class Part(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """A stage's parts, in the order in which they run for a microbatch, and the names of its values.
+    """The parts of a graph, in the order in which they run for a microbatch, and the names of its values.
 
     by_name   the parts
     outputs   kind -> name of an output -> the value
-    sums      the values that are summed over the microbatches for `reduce`
+    sums      the values that are summed over the microbatches, those of `reduce` before it
+    reduced   those of them that are reduced already, each microbatch's
     """
 
     by_name: Mapping[str, Part]
     outputs: Mapping[str, Mapping[str, str]]
     sums: tuple[str, ...]
+    reduced: frozenset[str] = frozenset()
 
 
-def part_of(node: Node, *, gather_once: bool) -> str:
-    """Return the part of a stage that a node will be in, with backward as one: the partition function of passes before
-    the partitioning."""
-    role = meta.role(node)
-    if role == meta.REDUCE or (role == meta.GATHER and gather_once):
-        return role
-    return meta.phase(node)
+def part_of(node: Node, *, once: Once) -> str:
+    """Return the part that a node will be in, with backward as one: the partition function of passes before the
+    partitioning."""
+    return once.part_of(node) or meta.phase(node)
 
 
-def partition(gm: GraphModule, *, gather_once: bool, split_backward: bool) -> Parts:
-    """Partition the graph of a stage.
+def partition(gm: GraphModule, *, once: Once, split_backward: bool) -> Parts:
+    """Partition the graph of a training step or of a stage.
 
     Views of weights and constants are computed again in each part that reads them: a view saved from one part to
     another would keep a gathered weight.
 
     Args:
-        gather_once: weights are gathered in a part of their own; else by each microbatch's forward and backward.
+        once: the weights and gradients that are gathered and reduced in parts of their own.
         split_backward: backward in two halves; else in one, in the traced order of nodes, which has a lower peak.
     """
     outputs = {kind: output_nodes(gm, kind) for kind in ("loss", "output", "state", "grad")}
     nodes = [n for n in gm.graph.nodes if n.op in ("call_function", "get_attr")]
     late = _made_in_backward(gm, nodes)
-    gather = {n for n in nodes if gather_once and meta.role(n) == meta.GATHER}
-    reduce = {n for n in nodes if meta.role(n) == meta.REDUCE}
+    gather = {n for n in nodes if once.part_of(n) == meta.GATHER}
+    reduce = {n for n in nodes if once.part_of(n) == meta.REDUCE}
     free = _remade(nodes, late, {*input_nodes(gm, "param").values(), *gather})
     forward = set(nodes) - late - gather - free
     backward = [n for n in nodes if n in late and n not in reduce]
@@ -101,7 +119,8 @@ def partition(gm: GraphModule, *, gather_once: bool, split_backward: bool) -> Pa
         found["backward"] = part(set(backward), [*dx, *sums, *late_state])
     found["reduce"] = part(reduce, outputs["grad"].values())
     names = {kind: {name: node.name for name, node in by_name.items()} for kind, by_name in outputs.items()}
-    return Parts(found, names, tuple(n.name for n in sums))
+    reduced = frozenset(n.name for n in sums if meta.role(n) == meta.REDUCE)
+    return Parts(found, names, tuple(n.name for n in sums), reduced)
 
 
 def _made_in_backward(gm: GraphModule, nodes: Sequence[Node]) -> set[Node]:

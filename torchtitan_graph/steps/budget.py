@@ -12,7 +12,6 @@ from torch import nn
 from torch.fx import GraphModule
 
 from torchtitan_graph import device as devices
-from torchtitan_graph.analysis.liveness import peak_memory
 from torchtitan_graph.config import job
 from torchtitan_graph.device import GIB
 from torchtitan_graph.errors import UserError
@@ -100,7 +99,11 @@ def _num_bytes(storage: Storage) -> int:
 
 
 def meet(
-    gib: float, rest: Mapping[str, int], gm: GraphModule, rewritten: Callable[[GraphModule, Budget], GraphModule]
+    gib: float,
+    rest: Mapping[str, int],
+    gm: GraphModule,
+    rewritten: Callable[[GraphModule, Budget], GraphModule],
+    peak_of: Callable[[GraphModule], int],
 ) -> GraphModule:
     """Run the passes so that a rank's memory is at most `gib` in all.
 
@@ -110,6 +113,7 @@ def meet(
     Args:
         rest: bytes held outside the step, by purpose.
         rewritten: runs the passes on a graph, in place.
+        peak_of: returns the peak memory of a step from its final graph, in bytes.
 
     Raises:
         UserError: even the lowest peak is higher.
@@ -118,7 +122,7 @@ def meet(
     asked, least = allowed, None
     while True:
         made = rewritten(copy_graph(gm), Budget(num_bytes=asked))
-        peak, curve = peak_memory(made).num_bytes, made.meta.get("curve")
+        peak, curve = peak_of(made), made.meta.get("curve")
         if peak <= allowed:
             return made
         least = peak if least is None else min(least, peak)

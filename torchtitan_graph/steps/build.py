@@ -57,6 +57,7 @@ class Steps:
     recorders: Recorders | None = None
     quantized: Float8State | None = None
     reference: Decoder | None = None  # the frozen model beside it
+    sync: Callable[[bool], None] | None = None  # called before a microbatch of eager steps: whether it is the last
 
     def close(self) -> None:
         """Release recorded CUDA graphs; before process groups are destroyed."""
@@ -85,7 +86,9 @@ class Steps:
         if isinstance(self.step, Pipeline):
             loss, state, *_ = self.step.train([partial(self._inputs, *batch, num_tokens) for batch in each])
         else:
-            for batch in each:
+            for number, batch in enumerate(each, 1):
+                if self.sync is not None:
+                    self.sync(number == len(each))
                 output = self.step(*self._inputs(*batch, num_tokens))
                 loss = output.loss if loss is None else loss + output.loss
                 state = combine(state, output.state)
@@ -104,16 +107,17 @@ class Steps:
         one = torch.ones((), dtype=torch.int64, device=batch.tokens_BL.device)
         if self.quantized is not None:
             self.quantized.refresh(always=False)
-        if isinstance(self.step, Pipeline):
-            return self.step.evaluate(partial(self._inputs, batch, on_host, one))
-        assert self.evaluation is not None, "built when the options have eval_rows"
-        return self.evaluation(*self._inputs(batch, on_host, one))
+        if self.evaluation is not None:
+            return self.evaluation(*self._inputs(batch, on_host, one))
+        assert isinstance(self.step, Pipeline), "evaluation is built when the options have eval_rows"
+        return self.step.evaluate(partial(self._inputs, batch, on_host, one))
 
     def clip(self, max_norm: float) -> Tensor:
         """Clip the gradients of all ranks, like `clip_grad_norm`."""
         parameters, device = dict(self.model.named_parameters()), self.layout.mesh.device_type
-        if not isinstance(self.step, Pipeline):
+        if self.layout.degree(PP) == 1:
             return clip_grad_norm(parameters.values(), max_norm, device=device)
+        assert isinstance(self.step, Pipeline)
         repeated = frozenset(parameters[name] for name in self.step.repeated)
         return clip_grad_norm(parameters.values(), max_norm, self.layout.group(PP), repeated, device)
 
@@ -162,14 +166,15 @@ def build_steps(assembly: Assembly) -> Steps:
     assembly.prepare()
     recompute_eager(model.blocks, options.recompute)
     at_rest = options.precision, options.reshard, options.target.device, options.cpu_offload
-    shard_eager(model, model.blocks, assembly.layout, *at_rest)
+    sync = shard_eager(model, model.blocks, assembly.layout, *at_rest, options.once)
     frozen = None if assembly.reference is None else assembly.reference.model
     if frozen is not None:  # without a backward that would free its gathered weights
         at_rest = options.precision, Reshard(root=True), options.target.device, options.cpu_offload
         shard_eager(frozen, frozen.blocks, assembly.layout, *at_rest)
     evaluate = make_eval_step(model, assembly.evaluation_loss) if options.eval_rows else None
     step = make_eager_step(model, assembly.loss)
-    return Steps(model, assembly.layout, step, evaluate, quantized=quantized_state({}, assembly), reference=frozen)
+    quantized = quantized_state({}, assembly)
+    return Steps(model, assembly.layout, step, evaluate, quantized=quantized, reference=frozen, sync=sync)
 
 
 def quantized_state(storages: Mapping[str, Storage], assembly: Assembly) -> Float8State | None:
@@ -195,7 +200,7 @@ def bind_graphs(graphs: Graphs, assembly: Assembly) -> Steps:
         assert options.pipeline is not None
         shared = model.tok_embeddings.weight if model.config.tied and model.tok_embeddings is not None else None
         tied = shared if shared is not None and shared.requires_grad else None
-        step = Pipeline(options.pipeline, graphs.train, model, tied, layout, options.target.device)
+        step = Pipeline(options.pipeline, graphs.train, model, tied, layout, options.target.device, state)
     else:
         accumulates = options.num_microbatches > 1
         step = bind_train_step(graphs.train, model, new, accumulates, whole(model, assembly.loss))

@@ -8,26 +8,39 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
+import torch.distributed as dist
 from torch.fx import GraphModule
 
+from torchtitan_graph import device as devices
 from torchtitan_graph.analysis.flops import Flops, count_flops
-from torchtitan_graph.analysis.liveness import input_memory
+from torchtitan_graph.analysis.liveness import input_memory, peak_memory
 from torchtitan_graph.capture.dimensions import SizeError
 from torchtitan_graph.capture.step import trace_eval_step, trace_train_step
 from torchtitan_graph.capture.trace import Capture
 from torchtitan_graph.capture.traced import TracedResult
 from torchtitan_graph.compiler import Inspection, PassPlan, passes, run_passes
 from torchtitan_graph.errors import UserError
+from torchtitan_graph.graph.edit import copy_graph
 from torchtitan_graph.log import logger
+from torchtitan_graph.parallel.layout import PP
 from torchtitan_graph.parallel.pipeline import StageGraph
 from torchtitan_graph.parallel.recompute import Budget
-from torchtitan_graph.parallel.storage import Storage
+from torchtitan_graph.parallel.storage import AUTO, NONE, Storage
 from torchtitan_graph.parallel.verify import Numbers
+from torchtitan_graph.steps.accumulation import (
+    allowed_gib,
+    choices,
+    cut_step,
+    needed_gib,
+    once_a_step,
+    peak_of_step,
+)
 from torchtitan_graph.steps.assembly import Assembly
 from torchtitan_graph.steps.budget import INPUTS, at_rest, log_budget, meet
 from torchtitan_graph.steps.inputs import SEQ_LEN, example_inputs, numbers_of, shapes_of
 from torchtitan_graph.steps.precompiled import Rewritten
-from torchtitan_graph.steps.stages import build_stages, is_shown, make_code, rewrite_stages
+from torchtitan_graph.steps.stages import build_stages, is_shown, make_code, rewrite_stages, with_code
 
 
 class Traced(NamedTuple):
@@ -58,37 +71,49 @@ def build_graphs(assembly: Assembly) -> Graphs:
     """Trace a model's steps, and run the passes on them; a dry run does only this. Precompiled steps are read instead,
     and only the passes that generate code run."""
     options = assembly.options
-    if options.pipeline is not None:
+    if assembly.layout.degree(PP) > 1:
         stages, storages, flops = build_stages(assembly)
         return Graphs(stages, None, storages, flops)
+    is_cut = options.once != NONE
     if options.precompiled is None:
         traced = trace_steps(assembly)
-        steps, storages = _rewrite(traced, assembly, makes_code=True), traced.plan.storages
+        plan, steps = _rewrite(traced, assembly, makes_code=not is_cut)
+        if not is_cut:
+            return Graphs(steps.train, steps.evaluate, plan.storages, steps.flops)
     else:
-        plan = assembly.lay_out()
+        plan = once_a_step(assembly.lay_out(), options.once) if is_cut else assembly.lay_out()
         arguments = {0: _arguments(assembly)}
-        (read,) = options.precompiled.load(arguments, assembly.layout, plan.storages, options.target.device).values()
-        log_budget(read.train.gm, "training step", options.picture if is_shown(assembly.layout) else None)
+        (steps,) = options.precompiled.load(arguments, assembly.layout, plan.storages, options.target.device).values()
+        log_budget(steps.train.gm, "training step", options.picture if is_shown(assembly.layout) else None)
 
-        def ready(step: TracedResult, name: str) -> TracedResult:
-            return dataclasses.replace(step, gm=make_code(step.gm, plan, options, name))
+    def ready(step: TracedResult, name: str) -> TracedResult:
+        return dataclasses.replace(step, gm=make_code(step.gm, plan, options, name))
 
-        evaluate = read.evaluate and ready(read.evaluate, "evaluation step")
-        steps, storages = Rewritten(ready(read.train, "training step"), evaluate, read.flops), plan.storages
-    return Graphs(steps.train, steps.evaluate, storages, steps.flops)
+    train: TracedResult | dict[int, StageGraph]
+    if is_cut:
+        train = {0: with_code(cut_step(steps.train, plan, options), plan, options, "training step")}
+    else:
+        train = ready(steps.train, "training step")
+    evaluate = steps.evaluate and ready(steps.evaluate, "evaluation step")
+    return Graphs(train, evaluate, plan.storages, steps.flops)
 
 
 def rewrite_steps(assembly: Assembly) -> tuple[dict[int, Rewritten], Mapping[str, Storage]]:
     """Trace a model's steps and run the passes, but for those that generate code; return the steps to store, by the
     pipeline stage's number, else under 0, and the parameters' storage layout."""
-    if assembly.options.pipeline is not None:
+    if assembly.layout.degree(PP) > 1:
         return rewrite_stages(assembly)
-    traced = trace_steps(assembly)
-    return {0: _rewrite(traced, assembly, makes_code=False)}, traced.plan.storages
+    plan, steps = _rewrite(trace_steps(assembly), assembly, makes_code=False)
+    return {0: steps}, plan.storages
 
 
-def _rewrite(traced: Traced, assembly: Assembly, *, makes_code: bool) -> Rewritten:
+def _rewrite(traced: Traced, assembly: Assembly, *, makes_code: bool) -> tuple[PassPlan, Rewritten]:
+    """Run the passes on a model's steps; return also the passes' inputs, with what is done once a step."""
     options, shown = assembly.options, is_shown(assembly.layout)
+    if options.once == AUTO:
+        plan = once_a_step(traced.plan, _choose_once(traced, assembly))
+    else:
+        plan = once_a_step(traced.plan, options.once) if options.once != NONE else traced.plan
     watch = Inspection(
         dump_to=options.dump_to if shown else None,
         verify_on=traced.inputs if options.verify else None,
@@ -97,7 +122,7 @@ def _rewrite(traced: Traced, assembly: Assembly, *, makes_code: bool) -> Rewritt
         look=options.look,
     )
 
-    def rewritten(gm: GraphModule, watch: Inspection, plan: PassPlan = traced.plan) -> GraphModule:
+    def rewritten(gm: GraphModule, watch: Inspection, plan: PassPlan = plan) -> GraphModule:
         chosen = [each for each in passes(plan, options.extra) if makes_code or not each.cut]
         return run_passes(gm, chosen, options.disabled, options.target.device, watch)
 
@@ -107,23 +132,52 @@ def _rewrite(traced: Traced, assembly: Assembly, *, makes_code: bool) -> Rewritt
         said.clear()
         recompute = dataclasses.replace(options.recompute, budget=budget)
         tried = dataclasses.replace(watch, say=said.append)
-        return rewritten(gm, tried, dataclasses.replace(traced.plan, recompute=recompute))
+        return rewritten(gm, tried, dataclasses.replace(plan, recompute=recompute))
+
+    def peak(gm: GraphModule) -> int:
+        if options.once == NONE:
+            return peak_memory(gm).num_bytes
+        return peak_of_step(dataclasses.replace(traced.train, gm=gm), plan, options)
 
     evaluate = traced.evaluate
     if evaluate is not None:
         seen = Inspection("evaluation step", look=options.look)
-        evaluate = dataclasses.replace(evaluate, gm=rewritten(evaluate.gm, seen))
+        evaluate = dataclasses.replace(evaluate, gm=rewritten(evaluate.gm, seen, traced.plan))
     if options.budget_gib is None:
         train = rewritten(traced.train.gm, watch)
     else:
-        accumulates = options.num_microbatches > 1
+        accumulates = options.num_microbatches > 1 and options.once == NONE
         rest = at_rest(traced.plan.storages, assembly.model, options.optimizer, accumulates=accumulates)
         rest[INPUTS] = input_memory(traced.train.gm)
-        train = meet(options.budget_gib, rest, traced.train.gm, within)
+        train = meet(options.budget_gib, rest, traced.train.gm, within, peak)
         for each in said:
             logger.info(each)
     log_budget(train, watch.graph, options.picture if shown else None)
-    return Rewritten(dataclasses.replace(traced.train, gm=train), evaluate, traced.flops)
+    return plan, Rewritten(dataclasses.replace(traced.train, gm=train), evaluate, traced.flops)
+
+
+def _choose_once(traced: Traced, assembly: Assembly) -> str:
+    """Return what is done once a step, for `auto`: the fastest choice that fits into the memory of all ranks. All ranks
+    call it together."""
+    options, allowed = assembly.options, allowed_gib(assembly.options)
+    for which in choices(traced.plan):
+        plan = once_a_step(traced.plan, which)
+        chosen = [each for each in passes(plan, options.extra) if not each.cut]
+        watch = Inspection(f"{which} once a step", say=logger.debug)
+        gm = run_passes(copy_graph(traced.train.gm), chosen, options.disabled, options.target.device, watch)
+        train = dataclasses.replace(traced.train, gm=gm)
+        lacks = needed_gib(train, plan, assembly.model, options) - allowed
+        most = torch.tensor(lacks, dtype=torch.float64, device=devices.device())
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        said = f"parallelism.fsdp_once_a_step = auto: {which}: {lacks + allowed:.4g} GiB of {allowed:.4g} on this rank"
+        if is_enough := most.item() <= 0:
+            said += "; chosen"
+        else:
+            said += ": too much" if lacks > 0 else ", but too much on another rank"
+        logger.info(said)
+        if is_enough:
+            break
+    return which
 
 
 def _arguments(assembly: Assembly) -> tuple[Any, Any]:

@@ -24,7 +24,7 @@ from torchtitan_graph.parallel.layout import PP, TP, Layout
 from torchtitan_graph.parallel.pipeline import StageGraph
 from torchtitan_graph.parallel.recompute import Budget
 from torchtitan_graph.parallel.storage import Reshard, Storage
-from torchtitan_graph.runtime.partition import ONCE_A_STEP, part_of, partition
+from torchtitan_graph.runtime.partition import ALL, NONE, ONCE_A_STEP, Once, part_of, partition
 from torchtitan_graph.steps.assembly import Assembly
 from torchtitan_graph.steps.budget import at_rest, log_budget, share
 from torchtitan_graph.steps.held import in_flight, peak_of_stages
@@ -88,7 +88,7 @@ def _lay_out_stages(assembly: Assembly) -> tuple[PassPlan, dict[int, _StageExamp
     # Weights are gathered once a step, unless they are to be resharded as soon as possible.
     again = options.reshard.root
     plan = assembly.lay_out(Reshard(blocks=again, root=again))
-    plan = dataclasses.replace(plan, part_of=functools.partial(part_of, gather_once=not again))
+    plan = dataclasses.replace(plan, part_of=functools.partial(part_of, once=_once(plan)))
     return plan, {number: _stage_examples(number, assembly) for number in numbers}
 
 
@@ -182,27 +182,36 @@ def _run_passes(
 
 def _finish(number: int, steps: Rewritten, example: _StageExamples, plan: PassPlan, options: StepOptions) -> StageGraph:
     """Cut a stage into the parts of its schedule, and compile them."""
-    stage = _cut(steps.train, example, plan, options)
-    # A compiled cast would expect the graph's dtype, but gradients are summed in the dtype of the reduction.
-    made = {
-        name: part._replace(gm=make_code(part.gm, plan, options, f"stage {number}, {name}"))
-        for name, part in stage.parts.by_name.items()
-        if name not in ONCE_A_STEP
-    }
-    for name in ONCE_A_STEP:
-        stage.parts.by_name[name].gm.meta["name"] = f"stage {number}, {name}"
+    stage = with_code(_cut(steps.train, example, plan, options), plan, options, f"stage {number}")
     evaluate = steps.evaluate
     if evaluate is not None:
         final = make_code(evaluate.gm, plan, options, f"evaluation of stage {number}")
         evaluate = dataclasses.replace(evaluate, gm=final)
-    return stage._replace(parts=stage.parts._replace(by_name={**stage.parts.by_name, **made}), evaluate=evaluate)
+    return stage._replace(evaluate=evaluate)
+
+
+def with_code(stage: StageGraph, plan: PassPlan, options: StepOptions, title: str) -> StageGraph:
+    """Return a stage whose parts are compiled, as far as regions of them are to be; they are named in logs."""
+    # A compiled cast would expect the graph's dtype, but gradients are summed in the dtype of the reduction.
+    made = {
+        name: part._replace(gm=make_code(part.gm, plan, options, f"{title}, {name}"))
+        for name, part in stage.parts.by_name.items()
+        if name not in ONCE_A_STEP
+    }
+    for name in ONCE_A_STEP:
+        stage.parts.by_name[name].gm.meta["name"] = f"{title}, {name}"
+    return stage._replace(parts=stage.parts._replace(by_name={**stage.parts.by_name, **made}))
 
 
 def _cut(train: TracedResult, example: _StageExamples, plan: PassPlan, options: StepOptions) -> StageGraph:
     assert options.pipeline is not None
-    splits = options.pipeline.splits_backward
-    parts = partition(train.gm, gather_once=not plan.reshard.root, split_backward=splits)
+    parts = partition(train.gm, once=_once(plan), split_backward=options.pipeline.splits_backward)
     return StageGraph(parts, train, None, example.passed, example.eval_passed, options.precision.reduce)
+
+
+def _once(plan: PassPlan) -> Once:
+    """Return what a stage does once a step: it reduces all gradients, and gathers the weights that it need not free."""
+    return Once(gather=NONE if plan.reshard.root else ALL)
 
 
 def _trace_stage(number: int, assembly: Assembly, example: _StageExamples) -> tuple[TracedResult, TracedResult | None]:

@@ -44,9 +44,9 @@ class Forecast:
     where       the node at a step's peak memory; evaluation's, where its peak is higher than training's
     at_peak     bytes at that peak by purpose, in all `held[STEP]`
     sent        collectives of a microbatch by (axis, kind)
-    sent_once   in a pipeline, those of a whole step: of weights, of gradients, and messages between stages
+    sent_once   those once a step: of weights, of gradients, and in a pipeline messages between stages
     time        an estimate of a microbatch, and of its communication
-    time_once   in a pipeline, that of its parts that run once a step, without messages
+    time_once   that of the parts that run once a step, without messages
     operations  of a microbatch of rows of one document
     is_whole    whether Inductor compiles the whole step: it then plans the memory
     """
@@ -171,15 +171,20 @@ def forecast(assembly: Assembly, graphs: Graphs, optimizer: job.Optimizer, stage
         if peak.part is not None:
             stage_number, name, node = peak.part
             del by[RUNS]
-            by = _sum(by, at_node(graphs.train[stage_number].parts.by_name[name].gm, node))
+            by = _sum(by, at_node(graphs.train[stage_number].all_parts[name].gm, node))
         offloaded = _offloaded_of_stages(graphs.train, options.pipeline.actions[stage_rank])
         for stage in graphs.train.values():
+            of_microbatch = Estimate(0.0, {}, {})
             for name, part in stage.parts.by_name.items():
-                if name in ONCE_A_STEP:
+                if name not in ONCE_A_STEP:
+                    of_microbatch += estimate(part.gm, costs)
+                elif not stage.joined:
                     time_once += estimate(part.gm, costs)
-                else:
-                    time += estimate(part.gm, costs)
                 _add(sent_once if name in ONCE_A_STEP else sent, traffic(part.gm, axes))
+            time += of_microbatch
+            if stage.joined:
+                ends = [estimate(part.gm, costs) for part in stage.joined.values()]
+                time_once += sum(ends[1:], ends[0]).beyond(of_microbatch)
         _add(sent_once, _messages(graphs.train, options.pipeline.actions[stage_rank]))
     else:
         held[INPUTS] = input_memory(graphs.train.gm)
@@ -219,7 +224,7 @@ def _sum(a: dict[str, int], b: dict[str, int]) -> dict[str, int]:
 def _messages(graphs: Mapping[int, StageGraph], actions: Iterable[PipelineAction]) -> dict[tuple[str, str], Traffic]:
     """Return the messages that a rank receives from other stages in a step."""
     received = [graphs[a.stage].passed.nbytes for a in actions if a.kind.startswith("RECV")]
-    return {(PP, "message"): Traffic(len(received), sum(received))}
+    return {(PP, "message"): Traffic(len(received), sum(received))} if received else {}
 
 
 def _evaluations(graphs: Graphs) -> Iterator[tuple[GraphModule, int]]:

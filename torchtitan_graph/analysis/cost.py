@@ -39,6 +39,8 @@ _VIEW = aten._unsafe_view.default  # a view whose schema states no alias
 # three of them; the norm reads gradients, clipping reads and writes them; a sum reads two and writes one.
 _UPDATE, _CLIP, _ACCUMULATE = 7, 3, 3
 
+_HOST_LEAD = 8  # operators that the host launches ahead of the device
+
 PRODUCT, ATTENTION, OTHER = "products", "attention", "other"
 COMPUTE, MEMORY, LAUNCH = "compute", "memory", "launch"  # the terms of a kernel's time
 
@@ -90,6 +92,12 @@ class Estimate:
         pairs = ((self.sent, other.sent), (self.exposed, other.exposed), (self.computed, other.computed))
         sums = ({key: a.get(key, 0.0) + b.get(key, 0.0) for key in {**a, **b}} for a, b in pairs)
         return Estimate(self.seconds + other.seconds, *sums)
+
+    def beyond(self, other: Estimate) -> Estimate:
+        """Return what this estimate has more than another."""
+        pairs = ((self.sent, other.sent), (self.exposed, other.exposed), (self.computed, other.computed))
+        rest = ({key: max(0.0, x - b.get(key, 0.0)) for key, x in a.items()} for a, b in pairs)
+        return Estimate(max(0.0, self.seconds - other.seconds), *rest)
 
     def __mul__(self, times: float) -> Estimate:
         """Multiply by a number of runs."""
@@ -319,6 +327,17 @@ class Clock:
         """Return the seconds that a wait would block now."""
         _, done, _ = self._done.get(wait.all_input_nodes[0], ("", 0.0, 0.0))
         return max(0.0, done - self.now)
+
+    def stall(self, node: Node) -> float:
+        """Return the seconds that the device would stand still now: for a collective, or for the host, which waits for
+        a number that the device computes and then launches what follows."""
+        op = operator_of(node.target)
+        if op.waits:
+            return self.left(node)
+        if op.host_reads is None:
+            return 0.0
+        known = self._ends.get(node.args[op.host_reads], 0.0)  # type: ignore[arg-type]
+        return max(0.0, known + _HOST_LEAD * self.costs.rates.launch - self.now)
 
     def advance(self, node: Node) -> None:
         """Advance the clock by a node: a kernel, the start of a collective or copy, or a wait."""

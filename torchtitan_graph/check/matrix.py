@@ -286,6 +286,9 @@ def _edited(
         return dataclasses.replace(train, gm=edit(train.gm))
     number, stage = next(iter(train.items()))
     parts = stage.parts.by_name
+    if stage.joined:
+        last = stage.joined["last"]
+        return {number: stage._replace(joined={**stage.joined, "last": last._replace(gm=edit(last.gm))})}
     reduce = parts["reduce"]._replace(gm=edit(parts["reduce"].gm))
     return train | {number: stage._replace(parts=stage.parts._replace(by_name={**parts, "reduce": reduce}))}
 

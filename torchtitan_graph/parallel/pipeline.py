@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -18,9 +19,10 @@ from torchtitan_graph.graph.signature import inputs_of, signature_of
 from torchtitan_graph.parallel.layout import PP, Layout
 from torchtitan_graph.parallel.schedule import COMPUTING, Schedule
 from torchtitan_graph.runtime.observe import Watchable
-from torchtitan_graph.runtime.partition import Parts
+from torchtitan_graph.runtime.partition import Part, Parts
 
 Inputs = Callable[[], tuple[Any, ...]]  # returns a microbatch: batch, masks, num_tokens
+EARLIER = "earlier_"  # prefix of the names of sums over the microbatches before the last
 
 
 class StageGraph(NamedTuple):
@@ -32,6 +34,8 @@ class StageGraph(NamedTuple):
     passed        example of the activation sent between stages, on meta: in training, and in evaluation; empty where
                   there is one stage
     reduce_dtype  of the sum of gradients over the microbatches
+    joined        of a whole model: `first` is `gather` beside `forward`, `last` is `backward` beside the last sums and
+                  `reduce`; they run in place of these
     """
 
     parts: Parts
@@ -40,13 +44,19 @@ class StageGraph(NamedTuple):
     passed: Tensor
     eval_passed: Tensor | None
     reduce_dtype: torch.dtype
+    joined: Mapping[str, Part] = MappingProxyType({})
+
+    @property
+    def all_parts(self) -> dict[str, Part]:
+        """The parts, and the joined ones."""
+        return {**self.parts.by_name, **self.joined}
 
 
 class Stage:
     """A stage's parts bound to the live parameters, with the values its microbatches keep between them."""
 
     def __init__(self, graph: StageGraph, model: nn.Module, read: nn.Module) -> None:
-        self.graph, self.parts, train = graph, graph.parts.by_name, graph.train
+        self.graph, self.parts, train = graph, graph.all_parts, graph.train
         signature, inputs = signature_of(train.gm), inputs_of(train.gm)
         self._input_names = [node.name for slot, node in inputs if slot.kind == "input"]
         self._state_names = [node.name for slot, node in inputs if slot.kind != "input"]
@@ -67,10 +77,11 @@ class Stage:
         self.state: dict[str, Tensor] = {}
 
     def begin(self) -> None:
-        """Begin a step: gather the weights, if that is done once a step."""
+        """Begin a step: gather the weights, if that is done once a step, and not beside the first forward."""
         self._bound = self._state.tensors()
         self._common = dict(zip(self._state_names, self._bound, strict=True))
-        self._common |= self._call("gather", {})
+        if not self.graph.joined:
+            self._common |= self._call("gather", {})
         self._sums, self.losses, self.state = {}, [], {}
 
     def forward(self, i: int, inputs: Inputs, x: Tensor | None) -> Tensor | None:
@@ -83,7 +94,10 @@ class Stage:
         tensors = [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor)]
         names = self._input_names[:-1] if "y" in outputs["output"] else self._input_names  # dy, the last, comes later
         held = dict(zip(names, tensors, strict=True))
-        made = self._call("forward", held, self._backward)
+        is_first = bool(self.graph.joined) and i == 0
+        made = self._call("first" if is_first else "forward", held, self._backward)
+        if is_first:
+            self._common |= {name: made.pop(name) for name in self.parts["gather"].gives}
         self._take_state(made)
         self.losses += [made[value] for value in outputs["loss"].values()]
         self._held[i] = {name: x for name, x in (held | made).items() if self._is_read(name, self._backward)}
@@ -102,6 +116,15 @@ class Stage:
         kept |= {dx} if self._shared is None else set()  # it may be in transit while a sum is written to
         held |= {name: x for name, x in given.items() if name in kept}
         return given.get(dx)
+
+    def last_backward(self, i: int) -> None:
+        """Run backward on the last microbatch of a whole model, and reduce the sums of all."""
+        held = self._held.pop(i)
+        held |= {EARLIER + name: x for name, x in self._sums.items()}
+        self._sums = {}
+        given = self._call("last", held)
+        self._take_state(given)
+        self._finish(given)
 
     def backward_weight(self, i: int) -> None:
         """Add a microbatch's weight gradients: as FSDP2, in the dtype of the reduction, in the order of execution."""
@@ -131,6 +154,11 @@ class Stage:
         values = self.graph.parts.outputs["grad"]
         given = {name: self._sums[name] for name in values.values() if name in self._sums}
         given |= self._call("reduce", self._sums)
+        self._finish(given)
+
+    def _finish(self, given: Mapping[str, Tensor]) -> None:
+        """Add the step's gradients, by their values' names, to the live parameters'."""
+        values = self.graph.parts.outputs["grad"]
         self._add({name: layout.unflatten([given[values[name]]]) for name, layout in self._layouts.items()}, ())
         self._sums, self._common = {}, {}
 
@@ -198,6 +226,9 @@ class Pipeline:
             if kind == "F":
                 x = messages.take("F", number, i) if number else None
                 messages.put("F", number + 1, i, stage.forward(i, microbatches[i], x))
+            if kind == "B" and stage.graph.joined and i == len(microbatches) - 1:
+                stage.last_backward(i)
+                continue
             if kind in ("B", "I"):
                 dy = messages.take("B", number, i) if number < self.num_stages - 1 else None
                 messages.put("B", number - 1, i, stage.backward_input(i, dy))

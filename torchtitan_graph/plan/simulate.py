@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -12,12 +11,13 @@ from torch.fx import GraphModule
 from torchtitan_graph.analysis.cost import Costs, Estimate, Link, estimate
 from torchtitan_graph.capture.traced import TracedResult
 from torchtitan_graph.parallel.layout import PP
+from torchtitan_graph.parallel.pipeline import StageGraph
 from torchtitan_graph.parallel.schedule import COMPUTING, Schedule
 from torchtitan_graph.plan.ranks import BuiltJob, Rank
 from torchtitan_graph.rates import Rates
 from torchtitan_graph.runtime.partition import ONCE_A_STEP
 from torchtitan_graph.steps.budget import trained_bytes
-from torchtitan_graph.steps.held import cast_for_sums, sums_of
+from torchtitan_graph.steps.held import cast_for_sums, joined_part, sums_of
 from torchtitan_graph.torch_private.pipelines import PipelineAction
 
 Prices = Callable[[Rank], Costs]  # the cost model of a rank's graphs
@@ -137,10 +137,10 @@ def _pipelined(job: BuiltJob, prices: Prices, shown: int) -> StepTime:
             passed[number] = stage.passed.nbytes
             cast, summed = costs.moving(cast_for_sums(stage)), costs.accumulating(sum(sums_of(stage).values()))
             adding[number] = cast, cast + summed
-            for name, part in stage.parts.by_name.items():
+            for name, part in stage.all_parts.items():
                 parts[number, name] = _estimate(part.gm, costs, known.setdefault(part.gm, []))
-    names = {number: [name for stage, name in parts if stage == number] for number, _ in parts}
-    runs = [_runs(schedule, place, names) for place in range(len(job.ranks))]
+    stages = {number: stage for rank in job.ranks for number, stage in rank.graphs.train.items()}  # type: ignore[union-attr]
+    runs = [_runs(schedule, place, stages) for place in range(len(job.ranks))]
     giving = [action for actions in schedule.actions for action in actions if action.kind in ("B", "W")]
     firsts = {action.stage: action for action in reversed(giving)}
 
@@ -148,7 +148,9 @@ def _pipelined(job: BuiltJob, prices: Prices, shown: int) -> StepTime:
         return sum(parts[key].seconds for key in keys)
 
     def summing(action: PipelineAction) -> float:
-        return adding[action.stage][action != firsts[action.stage]] if action.kind in ("B", "W") else 0.0
+        if action.kind not in ("B", "W") or joined_part(stages[action.stage], action, schedule):
+            return 0.0  # a joined part has the sums in it
+        return adding[action.stage][action != firsts[action.stage]]
 
     def seconds(action: PipelineAction) -> float:
         return taken(runs[schedule.rank_of[action.stage]].during[action]) + summing(action)
@@ -167,10 +169,8 @@ def _pipelined(job: BuiltJob, prices: Prices, shown: int) -> StepTime:
     time = sum((parts[key] for key in runs[shown].everything()), Estimate(0.0, {}, {}))
     received = [a for a in schedule.actions[shown] if a.kind.startswith("RECV")]
     added = whole - without
-    time = dataclasses.replace(
-        time, seconds=time.seconds + added, sent={**time.sent, PP: sum(map(message, received))},
-        exposed={**time.exposed, PP: added},
-    )  # fmt: skip
+    if received:
+        time += Estimate(added, {PP: sum(map(message, received))}, {PP: added})
     sums = sum(map(summing, runs[shown].during))
     bubble = without - (time.seconds - added) - sums
     return _step_time(time, whole + optimizer, optimizer, sums, bubble)
@@ -203,19 +203,23 @@ class _Runs(NamedTuple):
         return [key for keys in (*self.during.values(), *self.before.values(), self.after) for key in keys]
 
 
-def _runs(schedule: Schedule, place: int, names: Mapping[int, list[str]]) -> _Runs:
+def _runs(schedule: Schedule, place: int, stages: Mapping[int, StageGraph]) -> _Runs:
     """Return the parts that a place along pp runs: the weights of all its stages are gathered before the first action,
     and a stage's gradients reduced when its last one's message is sent, before the next."""
     actions = [action for action in schedule.actions[place] if action.kind in COMPUTING]
     during: dict[PipelineAction, list[Key]] = {}
     for action in actions:
-        backward = [name for name in names[action.stage] if name not in ("forward", *ONCE_A_STEP)]
+        stage = stages[action.stage]
+        backward = [name for name in stage.parts.by_name if name not in ("forward", *ONCE_A_STEP)]
         which = {"F": ["forward"], "B": backward, "I": backward[:1], "W": backward[1:]}[action.kind]
-        during[action] = [(action.stage, name) for name in which]
+        joined = joined_part(stage, action, schedule)
+        during[action] = [(action.stage, name) for name in ([joined] if joined else which)]
+    if any(stage.joined for stage in stages.values()):
+        return _Runs(during, {}, [])
     before: dict[PipelineAction, list[Key]] = {actions[0]: [(stage, "gather") for stage in schedule.stages_of(place)]}
     after: list[Key] = []
     last = {action.stage: number for number, action in enumerate(actions) if action.kind in ("B", "W")}
-    for stage, number in last.items():
+    for of_stage, number in last.items():
         late = before.setdefault(actions[number + 1], []) if number + 1 < len(actions) else after
-        late.append((stage, "reduce"))
+        late.append((of_stage, "reduce"))
     return _Runs(during, before, after)

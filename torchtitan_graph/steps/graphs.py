@@ -39,8 +39,11 @@ from torchtitan_graph.steps.accumulation import (
 from torchtitan_graph.steps.assembly import Assembly
 from torchtitan_graph.steps.budget import INPUTS, at_rest, log_budget, meet
 from torchtitan_graph.steps.inputs import SEQ_LEN, example_inputs, numbers_of, shapes_of
+from torchtitan_graph.steps.interleave import with_ends
 from torchtitan_graph.steps.precompiled import Rewritten
 from torchtitan_graph.steps.stages import build_stages, is_shown, make_code, rewrite_stages, with_code
+
+TITLE = "training step"
 
 
 class Traced(NamedTuple):
@@ -84,16 +87,16 @@ def build_graphs(assembly: Assembly) -> Graphs:
         plan = once_a_step(assembly.lay_out(), options.once) if is_cut else assembly.lay_out()
         arguments = {0: _arguments(assembly)}
         (steps,) = options.precompiled.load(arguments, assembly.layout, plan.storages, options.target.device).values()
-        log_budget(steps.train.gm, "training step", options.picture if is_shown(assembly.layout) else None)
+        log_budget(steps.train.gm, TITLE, options.picture if is_shown(assembly.layout) else None)
 
     def ready(step: TracedResult, name: str) -> TracedResult:
         return dataclasses.replace(step, gm=make_code(step.gm, plan, options, name))
 
     train: TracedResult | dict[int, StageGraph]
     if is_cut:
-        train = {0: with_code(cut_step(steps.train, plan, options), plan, options, "training step")}
+        train = {0: with_ends(with_code(cut_step(steps.train, plan, options), plan, options, TITLE), plan.costs)}
     else:
-        train = ready(steps.train, "training step")
+        train = ready(steps.train, TITLE)
     evaluate = steps.evaluate and ready(steps.evaluate, "evaluation step")
     return Graphs(train, evaluate, plan.storages, steps.flops)
 

@@ -18,9 +18,10 @@ from torchtitan_graph.analysis.liveness import (
     size_of,
 )
 from torchtitan_graph.graph.edit import value
-from torchtitan_graph.parallel.pipeline import StageGraph
+from torchtitan_graph.parallel.pipeline import EARLIER, StageGraph
 from torchtitan_graph.parallel.schedule import Schedule
 from torchtitan_graph.runtime.partition import Part
+from torchtitan_graph.torch_private.pipelines import PipelineAction
 
 
 class StagesPeak(NamedTuple):
@@ -41,26 +42,35 @@ KEPT, SUMS, TAKEN, RUNS = "kept for backward", "sums of gradients", "batches and
 
 def peak_of_stages(graphs: Mapping[int, StageGraph], schedule: Schedule, rank: int) -> StagesPeak:
     """Return this rank's peak memory over its schedule: weights that are gathered once, sums of gradients, activations
-    of each microbatch kept for backward, and the running part; the reductions come last, with all sums alive."""
-    parts = {number: graph.parts.by_name for number, graph in graphs.items()}
+    of each microbatch kept for backward, and the running part; in a pipeline the reductions come last, with all sums
+    alive."""
+    parts = {number: graph.all_parts for number, graph in graphs.items()}
     gives = {(number, name): output_memory(part.gm) for number in parts for name, part in parts[number].items()}
     sums = {number: sums_of(graph) for number, graph in graphs.items()}
     needs = {(number, name): _most(parts[number], name, sums[number]) for number in parts for name in parts[number]}
     inputs = {number: input_memory(graph.train.gm) for number, graph in graphs.items()}
-    held = {GATHERED: sum(gives[number, "gather"] for number in parts), TAKEN: 0, KEPT: 0, SUMS: 0}
+    gathered = sum(gives[number, "gather"] for number in parts)
+    is_joined = any(graph.joined for graph in graphs.values())
+    held = {GATHERED: 0 if is_joined else gathered, TAKEN: 0, KEPT: 0, SUMS: 0}
     peak, has_sums = StagesPeak(dict(held), GATHERED, None), set()
+
+    def in_stage(number: int) -> str:
+        return f" in stage {number}" if len(schedule.stages) > 1 else ""
+
     for action in schedule.actions[rank]:
         stage = action.stage
         received = (graphs[stage].passed.nbytes if stage else 0) + inputs[stage]
         backward = ("backward",) if "backward" in parts[stage] else ("input", "weight")
         runs = {"F": ("forward",), "B": backward, "I": ("input",), "W": ("weight",)}.get(action.kind, ())
+        joined = joined_part(graphs[stage], action, schedule)
         for name in runs:
             held[TAKEN] += received if name == "forward" else 0
-            made, let_go, node = needs[stage, name]
-            now = held | {KEPT: held[KEPT] - let_go, RUNS: made}
+            needed = needs[stage, joined or name]
+            now = held | {KEPT: held[KEPT] - needed.kept, SUMS: held[SUMS] - needed.sums, RUNS: needed.made}
             if sum(now.values()) > peak.num_bytes:
-                where = f"{name} of microbatch {action.microbatch} in stage {stage}"
-                peak = StagesPeak(now, where, (stage, name, node))
+                where = f"{name} of microbatch {action.microbatch}{in_stage(stage)}"
+                peak = StagesPeak(now, where, (stage, joined or name, needed.node))
+            held[GATHERED] = gathered
             if name in ("forward", "input"):
                 held[KEPT] += gives[stage, name]
                 continue
@@ -70,29 +80,40 @@ def peak_of_stages(graphs: Mapping[int, StageGraph], schedule: Schedule, rank: i
             if stage not in has_sums:
                 has_sums.add(stage)
                 held[SUMS] += sum(sums[stage].values())
-    for stage in parts:
-        made, let_go, node = needs[stage, "reduce"]
-        now = held | {SUMS: held[SUMS] - let_go, RUNS: made}
+    for stage in parts if not is_joined else ():
+        needed = needs[stage, "reduce"]
+        now = held | {SUMS: held[SUMS] - needed.sums, RUNS: needed.made}
         if sum(now.values()) > peak.num_bytes:
-            peak = StagesPeak(now, f"the reduction of stage {stage}, {node.name}", (stage, "reduce", node))
+            where = f"the reduction{in_stage(stage)}, {needed.node.name}"
+            peak = StagesPeak(now, where, (stage, "reduce", needed.node))
     return peak
 
 
-def _most(parts: Mapping[str, Part], name: str, sums: Mapping[str, int]) -> tuple[int, int, Node]:
-    """Return the node at a part's peak memory, with the bytes allocated by then, and the bytes freed of its inputs,
-    kept values and sums."""
+class _Most(NamedTuple):
+    """The node at a part's peak memory: the bytes allocated by then, and those freed, of kept values and of sums."""
+
+    made: int
+    kept: int
+    sums: int
+    node: Node
+
+
+def _most(parts: Mapping[str, Part], name: str, sums: Mapping[str, int]) -> _Most:
     gm = parts[name].gm
-    freed_after = _last_reads_of_sums(gm, sums) if name == "reduce" else _last_reads(parts, name)
-    held, freed, found = held_memory(gm, size_of), 0, []
+    kept_until = _last_reads(parts, name)
+    sums_until = _last_reads_of_sums(gm, sums if name in ("reduce", "last") else {})
+    kept = summed = 0
+    held, found = held_memory(gm, size_of), []
     for node in gm.graph.nodes:
-        found.append((held[node], freed, node))
-        freed += freed_after[node]
-    return max(found, key=lambda each: each[0] - each[1])
+        found.append(_Most(held[node], kept, summed, node))
+        kept, summed = kept + kept_until[node], summed + sums_until[node]
+    return max(found, key=lambda each: each.made - each.kept - each.sums)
 
 
 def _last_reads(parts: Mapping[str, Part], name: str) -> collections.Counter[Node]:
     """Return the bytes freed after each node of a part, of values kept for it that no later part reads."""
     gm, order = parts[name].gm, [each for each in parts if each in ("forward", "backward", "input", "weight")]
+    name = {"last": "backward"}.get(name, name)
     if name not in order[1:]:
         return collections.Counter()
     before, after = order[: order.index(name)], order[order.index(name) + 1 :]
@@ -114,8 +135,16 @@ def _last_reads_of_sums(gm: GraphModule, sums: Mapping[str, int]) -> collections
     """Return the bytes of sums freed after each node of the reduction."""
     last_use, found = Memories(gm).last_use, collections.Counter[Node]()
     for x in gm.graph.find_nodes(op="placeholder"):
-        found[last_use[x]] += sums.get(str(x.target), 0)
+        found[last_use[x]] += sums.get(str(x.target).removeprefix(EARLIER), 0)
     return found
+
+
+def joined_part(graph: StageGraph, action: PipelineAction, schedule: Schedule) -> str | None:
+    """Return the joined part that runs in place of an action of a whole model, None for most."""
+    if not graph.joined:
+        return None
+    (actions,) = schedule.actions
+    return {actions[0]: "first", actions[-1]: "last"}.get(action)
 
 
 def in_flight(schedule: Schedule, stage: int) -> int:
@@ -129,13 +158,17 @@ def in_flight(schedule: Schedule, stage: int) -> int:
 
 
 def sums_of(graph: StageGraph) -> dict[str, int]:
-    """Return the bytes of a stage's summed gradients, in the dtype of their reduction, by their values' names."""
-    return {name: x.numel() * graph.reduce_dtype.itemsize for name, x in _terms(graph).items()}
+    """Return the bytes of a stage's summed gradients by their values' names: in the dtype of their reduction, unless
+    they are reduced already."""
+    reduced = graph.parts.reduced
+    terms = _terms(graph).items()
+    return {name: x.numel() * (x if name in reduced else graph.reduce_dtype).itemsize for name, x in terms}
 
 
 def cast_for_sums(graph: StageGraph) -> int:
     """Return the bytes read and written in casting a microbatch's gradients to that dtype."""
-    itemsize, terms = graph.reduce_dtype.itemsize, _terms(graph).values()
+    itemsize = graph.reduce_dtype.itemsize
+    terms = [x for name, x in _terms(graph).items() if name not in graph.parts.reduced]
     return sum(x.numel() * (x.itemsize + itemsize) for x in terms if x.dtype != graph.reduce_dtype)
 
 

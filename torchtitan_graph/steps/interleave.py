@@ -1,0 +1,143 @@
+"""Several parts of a step as one graph, so that one computes while the other communicates.
+
+Note [Interleaving]
+Parts that don't need all of each other's values run as streams of nodes, each in its own order: a stream goes on until
+the device would stand still, for a collective or for the host, then another one does. Time is that of the cost model's
+clock, which is the same on all ranks, so that all start their collectives in one order. Only the order of nodes is
+chosen, and no value changes. Where the estimate is not shorter, the parts stay one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence, Set
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from torchtitan_graph.analysis.cost import Clock, Costs, estimate
+from torchtitan_graph.graph.edit import call, copy_node, recast, value
+from torchtitan_graph.graph.signature import Signature, Slot, layout_of
+from torchtitan_graph.parallel.pipeline import EARLIER, StageGraph
+from torchtitan_graph.runtime.partition import Part
+
+_LEAD = 0.02  # of its own time, by which a stream may be further than another that could go on
+_BLOCKED = 1e9  # seconds: a node that needs another stream's value
+
+
+def with_ends(stage: StageGraph, costs: Costs) -> StageGraph:
+    """Return a whole model's parts with two more: `first`, the gathers beside the first forward, and `last`, the last
+    backward beside the sums and the reductions."""
+    parts = stage.parts.by_name
+    first = join([parts["gather"], parts["forward"]], costs)
+    kept = {*stage.parts.outputs["grad"].values(), *stage.parts.outputs["state"].values()}
+    last = join([parts["backward"], _sums(stage), parts["reduce"]], costs, kept)
+    title = parts["reduce"].gm.meta["name"].rpartition(", ")[0]
+    for name, part in (("first", first), ("last", last)):
+        part.gm.meta["name"] = f"{title}, {name}"
+    return stage._replace(joined={"first": first, "last": last})
+
+
+def join(parts: Sequence[Part], costs: Costs, kept: Set[str] | None = None) -> Part:
+    """Return one part that computes what all parts do, interleaved.
+
+    A part reads the value of a name from the parts before it, if one gives it, else from outside.
+
+    Args:
+        kept: the values that leave it, of those that the parts give; None: all.
+    """
+    graph, attributes = Graph(), dict[str, Any]()
+    read: dict[str, Node] = {}
+    made_before = set[str]()
+    for part in parts:
+        for node, name in zip(part.gm.graph.find_nodes(op="placeholder"), part.reads, strict=True):
+            if name not in made_before and name not in read:
+                read[name] = copy_node(graph, node, lambda given: given)
+        made_before.update(part.gives)
+    given: dict[str, Node] = {}
+    streams: list[list[Node]] = []
+    for number, part in enumerate(parts):
+        placeholders = part.gm.graph.find_nodes(op="placeholder")
+        new = {node: given.get(name) or read[name] for node, name in zip(placeholders, part.reads, strict=True)}
+        stream: list[Node] = []
+        for node in part.gm.graph.nodes:
+            if node.op in ("placeholder", "output"):
+                continue
+            new[node] = copy_node(graph, node, new.__getitem__)
+            if node.op == "get_attr":
+                new[node].target = f"part_{number}_{node.target}".replace(".", "_")
+                attributes[str(new[node].target)] = getattr(part.gm, str(node.target))
+            stream.append(new[node])
+        streams.append(stream)
+        outputs: Any = part.gm.graph.output_node().args[0]
+        given |= {name: new[node] for name, node in zip(part.gives, outputs, strict=True)}
+    gives = [name for name in given if kept is None or name in kept]
+    graph.output([given[name] for name in gives])
+    made = GraphModule(attributes, graph)
+    inputs = tuple(Slot(name, "input", layout_of(value(node))) for name, node in read.items())
+    outputs = tuple(Slot(name, "output", layout_of(value(given[name]))) for name in gives)
+    made.meta["signature"] = Signature(inputs, outputs)
+    in_turn = [node for stream in streams for node in stream]
+    seconds = estimate(made, costs).seconds
+    _put_in_order(interleaved(streams, costs))
+    if estimate(made, costs).seconds >= seconds:
+        _put_in_order(in_turn)
+    made.recompile()
+    return Part(made, tuple(read), tuple(gives))
+
+
+def interleaved(streams: Sequence[Sequence[Node]], costs: Costs) -> list[Node]:
+    """Return the nodes of all streams, each in its own order. See Note [Interleaving]."""
+    clock, order = Clock(costs), list[Node]()
+    left = [list(reversed(stream)) for stream in streams]
+    pending = {node for stream in streams for node in stream}
+    seconds = {node: 0.0 if costs.link(node) else costs.seconds(node) for node in pending}
+    whole = [sum(seconds[node] for node in stream) or 1.0 for stream in streams]
+    done, now = [0.0] * len(streams), 0
+
+    def stall(stream: list[Node]) -> float:
+        if not pending.isdisjoint(stream[-1].all_input_nodes):
+            return _BLOCKED
+        return clock.stall(stream[-1])
+
+    while pending:
+        stalls = {k: stall(stream) for k, stream in enumerate(left) if stream}
+        if stalls.get(now, 1.0) > 0:
+            now = min(stalls, key=lambda k: (stalls[k], k != now))
+        else:
+            behind = [k for k, seconds_ in stalls.items() if not seconds_ and done[k] < done[now] - _LEAD]
+            now = min(behind, key=done.__getitem__, default=now)
+        node = left[now].pop()
+        clock.advance(node)
+        done[now] += seconds[node] / whole[now]
+        pending.discard(node)
+        order.append(node)
+    return order
+
+
+def _put_in_order(nodes: Iterable[Node]) -> None:
+    before = None
+    for node in nodes:
+        if before is not None and before.next is not node:
+            before.append(node)
+        before = node
+
+
+def _sums(stage: StageGraph) -> Part:
+    """Return the part that adds a microbatch's gradients to the sums of the earlier ones."""
+    graph, backward = Graph(), stage.parts.by_name["backward"]
+    outputs: Any = backward.gm.graph.output_node().args[0]
+    sources = dict(zip(backward.gives, outputs, strict=True))
+    terms: dict[str, Node] = {}
+    earlier: dict[str, Node] = {}
+    for name in stage.parts.sums:
+        terms[name] = graph.placeholder(name)
+        terms[name].meta = dict(sources[name].meta)
+        earlier[name] = graph.placeholder(EARLIER + name)
+        earlier[name].meta = dict(sources[name].meta)
+        if name not in stage.parts.reduced:
+            earlier[name].meta["val"] = recast(value(sources[name]), stage.reduce_dtype)
+    sums = [call(graph, terms[name], torch.ops.aten.add.Tensor, earlier[name], terms[name]) for name in terms]
+    graph.output(sums)
+    made = GraphModule({}, graph)
+    return Part(made, tuple(str(n.target) for n in made.graph.find_nodes(op="placeholder")), tuple(terms))

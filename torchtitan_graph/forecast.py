@@ -14,6 +14,7 @@ from torchtitan_graph import device as devices
 from torchtitan_graph.analysis.cost import Estimate, estimate
 from torchtitan_graph.analysis.liveness import Peak, at_node, host_memory, input_memory, peak_memory
 from torchtitan_graph.analysis.traffic import Traffic, traffic
+from torchtitan_graph.capture.traced import TracedResult
 from torchtitan_graph.config import job
 from torchtitan_graph.device import GIB
 from torchtitan_graph.errors import UserError
@@ -21,13 +22,13 @@ from torchtitan_graph.graph import meta
 from torchtitan_graph.log import logger
 from torchtitan_graph.parallel import recompute
 from torchtitan_graph.parallel.layout import PP
-from torchtitan_graph.parallel.pipeline import StageGraph
+from torchtitan_graph.parallel.pipeline import FIRST, LAST, StageGraph
 from torchtitan_graph.parallel.recompute import Recompute
 from torchtitan_graph.passes.compile_regions import WHOLE
 from torchtitan_graph.runtime.partition import ONCE_A_STEP
 from torchtitan_graph.steps import Assembly, Graphs
 from torchtitan_graph.steps.budget import EARLIER, INPUTS, OPTIMIZER, at_rest, trained_bytes
-from torchtitan_graph.steps.held import RUNS, peak_of_stages
+from torchtitan_graph.steps.held import RUNS, peak_of_accumulation, peak_of_stages, runs_of
 from torchtitan_graph.torch_private.pipelines import PipelineAction
 
 BESIDE = "weights, while their average is in their place"
@@ -153,7 +154,7 @@ def forecast(assembly: Assembly, graphs: Graphs, optimizer: job.Optimizer, stage
         graphs.storages,
         model,
         optimizer,
-        accumulates=options.num_microbatches > 1 and not isinstance(graphs.train, dict),
+        accumulates=options.num_microbatches > 1 and isinstance(graphs.train, TracedResult),
     )
     at_all_times, on_host = rest(), rest(on_host=True)
     held = dict(at_all_times)
@@ -171,21 +172,32 @@ def forecast(assembly: Assembly, graphs: Graphs, optimizer: job.Optimizer, stage
         if peak.part is not None:
             stage_number, name, node = peak.part
             del by[RUNS]
-            by = _sum(by, at_node(graphs.train[stage_number].all_parts[name].gm, node))
+            by = _sum(by, at_node(graphs.train[stage_number].parts.by_name[name].gm, node))
         offloaded = _offloaded_of_stages(graphs.train, options.pipeline.actions[stage_rank])
         for stage in graphs.train.values():
-            of_microbatch = Estimate(0.0, {}, {})
             for name, part in stage.parts.by_name.items():
-                if name not in ONCE_A_STEP:
-                    of_microbatch += estimate(part.gm, costs)
-                elif not stage.joined:
+                if name in ONCE_A_STEP:
                     time_once += estimate(part.gm, costs)
+                else:
+                    time += estimate(part.gm, costs)
                 _add(sent_once if name in ONCE_A_STEP else sent, traffic(part.gm, axes))
-            time += of_microbatch
-            if stage.joined:
-                ends = [estimate(part.gm, costs) for part in stage.joined.values()]
-                time_once += sum(ends[1:], ends[0]).beyond(of_microbatch)
         _add(sent_once, _messages(graphs.train, options.pipeline.actions[stage_rank]))
+    elif isinstance(graphs.train, StageGraph):
+        whole = graphs.train
+        peak = peak_of_accumulation(whole, options.num_microbatches)
+        assert peak.part is not None
+        _, name, node = peak.part
+        rest_of_peak = {what: size for what, size in peak.by.items() if what != RUNS}
+        held[STEP], by = peak.num_bytes, _sum(rest_of_peak, at_node(whole.all_parts[name].gm, node))
+        where = f"{name}, {meta.phase(node)} {meta.module(node)} {node.name}"
+        offloaded = host_memory(whole.train.gm) * (1 + options.pairs)
+        for name, part in whole.parts.by_name.items():
+            _add(sent_once if name in ONCE_A_STEP else sent, traffic(part.gm, axes))
+        ends, between = [], []
+        for name, _ in runs_of(whole, options.num_microbatches):
+            (ends if name in (FIRST, LAST) else between).append(estimate(whole.all_parts[name].gm, costs))
+        time = sum(between[1:], between[0])
+        time_once = sum(ends[1:], ends[0]).beyond(time)
     else:
         held[INPUTS] = input_memory(graphs.train.gm)
         most = peak_memory(graphs.train.gm)

@@ -46,7 +46,13 @@ def off(cell: Cell) -> list[str]:
     [
         Cell(FSDP2, BF16, once="all", **FOUR),
         Cell(EP2_FSDP2, BF16, once="experts", **TWO, **MOE),
+        Cell(EP2, BF16, once="experts", pairs=True, recompute=Recompute(every=1), **FOUR, **MOE),
         slow(EP2_FSDP2, once="all", **TWO, **MOE),
+        slow(EP2_FSDP2, pairs=True, **TWO, **MOE),
+        slow(EP2, BF16, "deepseek_v3", once="experts", pairs=True, **FOUR),
+        slow(EP2, BF16, "gpt_oss", once="all", pairs=True, recompute=Recompute(every=1), **FOUR),
+        slow(EP2, BF16, "llama4", once="experts", pairs=True, **FOUR),
+        slow(TP2_EP2, BF16, pairs=True, **TWO, **MOE),
         slow(EP2_FSDP2, BF16, once="experts", recompute=Recompute(every=1), **TWO, **MOE),
         slow(EP2, BF16, once="experts", **FOUR, **MOE),
         slow(EP2, BF16, "deepseek_v3", once="experts", **FOUR),

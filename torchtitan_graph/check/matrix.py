@@ -44,9 +44,9 @@ from torchtitan_graph.models.layers.moe import AuxiliaryLoss, Experts, ExpertTra
 from torchtitan_graph.models.spec import load_family, tiny_config
 from torchtitan_graph.optim import build_lr_scheduler, build_optimizer, clip_grad_norm
 from torchtitan_graph.parallel.layout import DATA_AXES, EP, EXPERT_FSDP, EXPERT_TP, PP, TP, Layout, ParallelDims
-from torchtitan_graph.parallel.pipeline import StageGraph
+from torchtitan_graph.parallel.pipeline import LAST, StageGraph
 from torchtitan_graph.parallel.recompute import Recompute
-from torchtitan_graph.parallel.schedule import Schedule, one_stage, plan_pipeline
+from torchtitan_graph.parallel.schedule import Schedule, plan_pipeline
 from torchtitan_graph.parallel.storage import NONE, Precision, Reshard, cast_parameters
 from torchtitan_graph.quantize.products import Recipe, multiple_for
 from torchtitan_graph.quantize.state import Float8
@@ -125,6 +125,7 @@ class Cell:
     freeze: tuple[str, ...] = ()  # patterns of names, as `model.freeze`
     lora: tuple[tuple[str, Any], ...] = ()  # options of `job.Lora`
     once: str = NONE  # `parallelism.fsdp_once_a_step`
+    pairs: bool = False  # `parallelism.overlap_microbatches`
 
     def __post_init__(self) -> None:
         if not self.vocab_size:
@@ -167,6 +168,7 @@ class Cell:
             pipeline=self.schedule(),
             float8=self.quantised(),
             once=self.once,
+            pairs=self.pairs,
         )
 
     def quantised(self) -> Float8 | None:
@@ -179,9 +181,9 @@ class Cell:
         return Float8({n: self.float8 for n, m in layers.items() if n in fits or isinstance(m, Experts)})
 
     def schedule(self) -> Schedule | None:
-        """Return the schedule of the pipeline, or of the whole model where something is done once a step."""
+        """Return the schedule of the pipeline, None without one."""
         if self.dims.pp == 1:
-            return None if self.once == NONE else one_stage(build_model(self).modules_in_order, self.num_microbatches)
+            return None
         options = dataclasses.replace(job.Parallelism(pipeline_parallel_degree=self.dims.pp), **dict(self.pipeline))
         return plan_pipeline(options, build_model(self).modules_in_order, self.num_microbatches)
 
@@ -280,15 +282,15 @@ def build_graph(
 
 
 def _edited(
-    train: TracedResult | dict[int, StageGraph], edit: Callable[[GraphModule], GraphModule]
-) -> TracedResult | dict[int, StageGraph]:
+    train: TracedResult | StageGraph | dict[int, StageGraph], edit: Callable[[GraphModule], GraphModule]
+) -> TracedResult | StageGraph | dict[int, StageGraph]:
     if isinstance(train, TracedResult):
         return dataclasses.replace(train, gm=edit(train.gm))
+    if isinstance(train, StageGraph):
+        last = train.joined[LAST]
+        return train._replace(joined={**train.joined, LAST: last._replace(gm=edit(last.gm))})
     number, stage = next(iter(train.items()))
     parts = stage.parts.by_name
-    if stage.joined:
-        last = stage.joined["last"]
-        return {number: stage._replace(joined={**stage.joined, "last": last._replace(gm=edit(last.gm))})}
     reduce = parts["reduce"]._replace(gm=edit(parts["reduce"].gm))
     return train | {number: stage._replace(parts=stage.parts._replace(by_name={**parts, "reduce": reduce}))}
 

@@ -503,6 +503,11 @@ class Parallelism:
         " all, else the experts', else none, as memory allows by the forecast. A pipeline's stages do so in any case.",
         choices=("none", "experts", "all", "auto"),
     )
+    overlap_microbatches: bool = option(
+        False,
+        "Run a microbatch's backward beside the next one's forward, as one graph, so that one computes while the other"
+        " communicates; the activations of both are in memory.",
+    )
     tensor_parallel_degree: int = option(
         1, "Shards of the matrix products (tensor parallel with sequence parallel).", minimum=1
     )

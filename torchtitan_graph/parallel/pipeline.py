@@ -22,7 +22,10 @@ from torchtitan_graph.runtime.observe import Watchable
 from torchtitan_graph.runtime.partition import Part, Parts
 
 Inputs = Callable[[], tuple[Any, ...]]  # returns a microbatch: batch, masks, num_tokens
-EARLIER = "earlier_"  # prefix of the names of sums over the microbatches before the last
+# Parts of a whole model's step that run in place of others, and prefixes of names in them: of sums over the microbatches
+# before the last, and of the next microbatch's values.
+FIRST, PAIR, LAST = "first", "pair", "last"
+EARLIER, NEXT = "earlier_", "next_"
 
 
 class StageGraph(NamedTuple):
@@ -34,8 +37,8 @@ class StageGraph(NamedTuple):
     passed        example of the activation sent between stages, on meta: in training, and in evaluation; empty where
                   there is one stage
     reduce_dtype  of the sum of gradients over the microbatches
-    joined        of a whole model: `first` is `gather` beside `forward`, `last` is `backward` beside the last sums and
-                  `reduce`; they run in place of these
+    joined        of a whole model: FIRST is `gather` beside `forward`, PAIR `backward` beside the next microbatch's
+                  `forward`, if pairs are to run, and LAST `backward` beside the last sums and `reduce`
     """
 
     parts: Parts
@@ -77,7 +80,7 @@ class Stage:
         self.state: dict[str, Tensor] = {}
 
     def begin(self) -> None:
-        """Begin a step: gather the weights, if that is done once a step, and not beside the first forward."""
+        """Begin a step: gather the weights, if that is done once a step; a whole model does it in the first forward."""
         self._bound = self._state.tensors()
         self._common = dict(zip(self._state_names, self._bound, strict=True))
         if not self.graph.joined:
@@ -86,22 +89,44 @@ class Stage:
 
     def forward(self, i: int, inputs: Inputs, x: Tensor | None) -> Tensor | None:
         """Run forward on microbatch `i` and the activation of the stage before; return this stage's activation."""
-        outputs = self.graph.parts.outputs
-        given = (*inputs(), x)[: len(self.graph.train.arguments)]  # a whole model takes no activation
+        held = self._given(*inputs(), x)
+        made = self._call("forward", held, self._backward)
+        self._hold(i, held, made)
+        return made.get(self.graph.parts.outputs["output"].get("y", ""))
+
+    def first_forward(self, inputs: Inputs) -> None:
+        """Gather a whole model's weights, and run forward on the first microbatch."""
+        held = self._given(*inputs())
+        made = self._call(FIRST, held, self._backward)
+        self._common |= {name: made.pop(name) for name in self.parts["gather"].gives}
+        self._hold(0, held, made)
+
+    def pair(self, i: int, following: Inputs) -> None:
+        """Run backward on microbatch `i` of a whole model beside forward on the next one."""
+        theirs = self._given(*following())
+        both = self._held.pop(i) | {NEXT + name: x for name, x in theirs.items()}
+        given = self._call(PAIR, both)
+        self._hold(
+            i + 1, theirs, {name.removeprefix(NEXT): given.pop(name) for name in [*given] if name.startswith(NEXT)}
+        )
+        self._take_state(given)
+        self._add_up(given, both)
+
+    def _given(self, *arguments: Any) -> dict[str, Tensor]:
+        """Return a microbatch's inputs by their values' names."""
         if self.graph.train.guards is not None and self._guarded is not self._bound:
-            self.graph.train.guards(*given)
+            self.graph.train.guards(*arguments)
             self._guarded = self._bound
-        tensors = [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor)]
-        names = self._input_names[:-1] if "y" in outputs["output"] else self._input_names  # dy, the last, comes later
-        held = dict(zip(names, tensors, strict=True))
-        is_first = bool(self.graph.joined) and i == 0
-        made = self._call("first" if is_first else "forward", held, self._backward)
-        if is_first:
-            self._common |= {name: made.pop(name) for name in self.parts["gather"].gives}
+        tensors = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
+        # dy, the last, comes later.
+        names = self._input_names[:-1] if "y" in self.graph.parts.outputs["output"] else self._input_names
+        return dict(zip(names, tensors, strict=True))
+
+    def _hold(self, i: int, inputs: Mapping[str, Tensor], made: Mapping[str, Tensor]) -> None:
+        """Keep what a microbatch's forward made, and what backward reads."""
         self._take_state(made)
-        self.losses += [made[value] for value in outputs["loss"].values()]
-        self._held[i] = {name: x for name, x in (held | made).items() if self._is_read(name, self._backward)}
-        return made.get(outputs["output"].get("y", ""))
+        self.losses += [made[value] for value in self.graph.parts.outputs["loss"].values()]
+        self._held[i] = {name: x for name, x in {**inputs, **made}.items() if self._is_read(name, self._backward)}
 
     def backward_input(self, i: int, dy: Tensor | None) -> Tensor | None:
         """Run backward on the gradient of `forward`'s result; return that of its input. Unless backward is split, it is
@@ -122,7 +147,7 @@ class Stage:
         held = self._held.pop(i)
         held |= {EARLIER + name: x for name, x in self._sums.items()}
         self._sums = {}
-        given = self._call("last", held)
+        given = self._call(LAST, held)
         self._take_state(given)
         self._finish(given)
 
@@ -133,12 +158,16 @@ class Stage:
             given = self._call(part, held)
             self._take_state(given)
             held |= given
+        self._add_up(held, held)
+
+    def _add_up(self, given: Mapping[str, Tensor], held: Mapping[str, Tensor]) -> None:
+        """Add a microbatch's gradients to the sums; `held` are all its values that are still alive."""
         if self._shared is None:
             sums = set(self.graph.parts.sums)
-            others = [x for name, x in (held | self._common).items() if name not in sums]
-            self._shared = sharing_memory({name: held[name] for name in self.graph.parts.sums}, others)
+            others = [x for name, x in {**held, **self._common}.items() if name not in sums]
+            self._shared = sharing_memory({name: given[name] for name in self.graph.parts.sums}, others)
         for name in self.graph.parts.sums:
-            made = held.pop(name)
+            made = given[name]
             term = made if name in self.graph.parts.reduced else made.to(self.graph.reduce_dtype)
             if name in self._sums:
                 self._sums[name] += term
@@ -178,9 +207,33 @@ class Stage:
         return any(name in self._reads[part] for part in parts)
 
 
+class Accumulation:
+    """A whole model, a single stage, whose microbatches share what is done once a step, or run in pairs. See Note [Once
+    a step]."""
+
+    def __init__(self, graph: StageGraph, model: nn.Module, state: nn.Module) -> None:
+        """Bind the graph to the live parameters of `model`, and to all state that a step reads: that of `state`."""
+        self._stage = Stage(graph, model, state)
+
+    @torch.no_grad()
+    def train(self, microbatches: Sequence[Inputs]) -> StepOutput:
+        """Add a step's gradients to the live parameters' `.grad`, which is None; return the loss and the state."""
+        stage, last = self._stage, len(microbatches) - 1
+        stage.begin()
+        stage.first_forward(microbatches[0])
+        for i in range(last):
+            if PAIR in stage.parts:
+                stage.pair(i, microbatches[i + 1])
+            else:
+                stage.backward_input(i, None)
+                stage.backward_weight(i)
+                stage.forward(i + 1, microbatches[i + 1], None)
+        stage.last_backward(last)
+        return StepOutput(sum(stage.losses[1:], stage.losses[0]), stage.state)
+
+
 class Pipeline:
-    """A rank's pipeline stages, and their execution by a schedule; or a whole model, a single stage, whose microbatches
-    share what is done once a step."""
+    """A rank's pipeline stages, and their execution by a schedule."""
 
     def __init__(
         self,
@@ -190,11 +243,9 @@ class Pipeline:
         tied: Tensor | None,
         layout: Layout,
         device: torch.device,
-        state: nn.Module,
     ) -> None:
-        """Bind the stages to the live parameters of `model`, and to all state that a step reads: that of `state`."""
         self.schedule, self.layout = schedule, layout
-        self.stages = {number: Stage(graph, model, state) for number, graph in graphs.items()}
+        self.stages = {number: Stage(graph, model, model) for number, graph in graphs.items()}
         self.num_stages, self.rank = len(schedule.stages), layout.rank(PP)
         self._ends = schedule.rank_of[0], schedule.rank_of[-1]
         self._tied = tied if self._ends[0] != self._ends[1] and self.rank in self._ends else None
@@ -226,9 +277,6 @@ class Pipeline:
             if kind == "F":
                 x = messages.take("F", number, i) if number else None
                 messages.put("F", number + 1, i, stage.forward(i, microbatches[i], x))
-            if kind == "B" and stage.graph.joined and i == len(microbatches) - 1:
-                stage.last_backward(i)
-                continue
             if kind in ("B", "I"):
                 dy = messages.take("B", number, i) if number < self.num_stages - 1 else None
                 messages.put("B", number - 1, i, stage.backward_input(i, dy))
@@ -290,7 +338,7 @@ class _Messages:
     """
 
     def __init__(self, rank_of: Sequence[int], layout: Layout, device: torch.device) -> None:
-        self._rank_of, self._layout, self._device = rank_of, layout, device
+        self._rank_of, self._group, self._device = rank_of, layout.group(PP), device
         self._there: dict[tuple[str, int, int], tuple[Tensor, dist.Work | None]] = {}  # F or B, to stage, microbatch
         # Kept alive until they are sent; gloo never reports that before `wait`.
         self._sent: list[tuple[Tensor, dist.Work | None]] = []
@@ -308,13 +356,13 @@ class _Messages:
         """Send the value at hand for a stage of another rank."""
         x = self.take(what, stage, microbatch).contiguous()
         self._sent = [(tensor, work) for tensor, work in self._sent if work and not work.is_completed()]
-        self._sent.append((x, dist.isend(x, group=self._layout.group(PP), group_dst=self._rank_of[stage])))
+        self._sent.append((x, dist.isend(x, group=self._group, group_dst=self._rank_of[stage])))
 
     def receive(self, what: str, stage: int, microbatch: int, source: int, like: Tensor | None) -> None:
         """Start receiving from the stage `source` of another rank."""
         assert like is not None, "built for training, and for evaluation when the options have eval_rows"
         x = torch.empty(like.shape, dtype=like.dtype, device=self._device)
-        work = dist.irecv(x, group=self._layout.group(PP), group_src=self._rank_of[source])
+        work = dist.irecv(x, group=self._group, group_src=self._rank_of[source])
         self._there[what, stage, microbatch] = x, work
 
     def wait(self) -> None:

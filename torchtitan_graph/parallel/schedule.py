@@ -111,12 +111,6 @@ class Schedule:
         return now
 
 
-def one_stage(modules: Sequence[str], num_microbatches: int) -> Schedule:
-    """Return the schedule of a whole model, a single stage: its microbatches one after the other."""
-    actions = [PipelineAction(kind, 0, i) for i in range(num_microbatches) for kind in ("F", "B")]
-    return Schedule((tuple(modules),), (tuple(actions),), (0,))
-
-
 def plan_pipeline(options: job.Parallelism, modules: Sequence[str], num_microbatches: int) -> Schedule:
     """Divide a model's modules, in the order of forward, into stages, and schedule a step's microbatches.
 

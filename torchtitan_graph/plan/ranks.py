@@ -24,6 +24,7 @@ from torchtitan_graph.graph.blocks import block_of
 from torchtitan_graph.log import logger
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.parallel.layout import ParallelDims
+from torchtitan_graph.parallel.pipeline import StageGraph
 from torchtitan_graph.plan.depth import kind_of
 from torchtitan_graph.rates import Rates
 from torchtitan_graph.steps import Graphs, StepOptions, build_graphs
@@ -61,6 +62,8 @@ class Rank(NamedTuple):
         train = self.graphs.train
         if isinstance(train, TracedResult):
             return [train.gm]
+        if isinstance(train, StageGraph):
+            return [part.gm for part in train.parts.by_name.values()]
         return [part.gm for stage in train.values() for part in stage.parts.by_name.values()]
 
 

@@ -126,9 +126,9 @@ def _time(plan: JobForecast) -> list[str]:
 
 
 def _stages(plan: JobForecast) -> list[str]:
-    schedule = plan.job.options.pipeline
-    if schedule is None or len(schedule.stages) == 1:
+    if plan.job.options.pipeline is None:
         return []
+    schedule = plan.job.options.pipeline
     return [
         f"pipeline, {len(schedule.stages)} stages:",
         *(

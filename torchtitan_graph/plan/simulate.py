@@ -17,7 +17,7 @@ from torchtitan_graph.plan.ranks import BuiltJob, Rank
 from torchtitan_graph.rates import Rates
 from torchtitan_graph.runtime.partition import ONCE_A_STEP
 from torchtitan_graph.steps.budget import trained_bytes
-from torchtitan_graph.steps.held import cast_for_sums, joined_part, sums_of
+from torchtitan_graph.steps.held import cast_for_sums, runs_of, sums_of
 from torchtitan_graph.torch_private.pipelines import PipelineAction
 
 Prices = Callable[[Rank], Costs]  # the cost model of a rank's graphs
@@ -106,10 +106,17 @@ def _of_trained(rank: Rank, price: Callable[[int, bool], float]) -> float:
 
 def _whole(job: BuiltJob, costs: Costs) -> StepTime:
     """Return the step time of microbatches one after the other, whose gradients are summed."""
-    (rank,), number = job.ranks, job.options.num_microbatches
-    assert isinstance(rank.graphs.train, TracedResult)
-    time = estimate(rank.graphs.train.gm, costs) * number
-    sums, optimizer = _of_trained(rank, costs.accumulating) * (number - 1), _of_trained(rank, costs.optimizer)
+    (rank,), number, train = job.ranks, job.options.num_microbatches, job.ranks[0].graphs.train
+    if isinstance(train, StageGraph):
+        each = [estimate(train.all_parts[name].gm, costs) * times for name, times in runs_of(train, number)]
+        time = sum(each[1:], each[0])
+        sums = costs.moving(cast_for_sums(train)) * (number - 1)
+        sums += costs.accumulating(sum(sums_of(train).values())) * (number - 2)
+    else:
+        assert isinstance(train, TracedResult)
+        time = estimate(train.gm, costs) * number
+        sums = _of_trained(rank, costs.accumulating) * (number - 1)
+    optimizer = _of_trained(rank, costs.optimizer)
     return _step_time(time, time.seconds + sums + optimizer, optimizer, sums)
 
 
@@ -137,10 +144,10 @@ def _pipelined(job: BuiltJob, prices: Prices, shown: int) -> StepTime:
             passed[number] = stage.passed.nbytes
             cast, summed = costs.moving(cast_for_sums(stage)), costs.accumulating(sum(sums_of(stage).values()))
             adding[number] = cast, cast + summed
-            for name, part in stage.all_parts.items():
+            for name, part in stage.parts.by_name.items():
                 parts[number, name] = _estimate(part.gm, costs, known.setdefault(part.gm, []))
-    stages = {number: stage for rank in job.ranks for number, stage in rank.graphs.train.items()}  # type: ignore[union-attr]
-    runs = [_runs(schedule, place, stages) for place in range(len(job.ranks))]
+    names = {number: [name for stage, name in parts if stage == number] for number, _ in parts}
+    runs = [_runs(schedule, place, names) for place in range(len(job.ranks))]
     giving = [action for actions in schedule.actions for action in actions if action.kind in ("B", "W")]
     firsts = {action.stage: action for action in reversed(giving)}
 
@@ -148,9 +155,7 @@ def _pipelined(job: BuiltJob, prices: Prices, shown: int) -> StepTime:
         return sum(parts[key].seconds for key in keys)
 
     def summing(action: PipelineAction) -> float:
-        if action.kind not in ("B", "W") or joined_part(stages[action.stage], action, schedule):
-            return 0.0  # a joined part has the sums in it
-        return adding[action.stage][action != firsts[action.stage]]
+        return adding[action.stage][action != firsts[action.stage]] if action.kind in ("B", "W") else 0.0
 
     def seconds(action: PipelineAction) -> float:
         return taken(runs[schedule.rank_of[action.stage]].during[action]) + summing(action)
@@ -203,23 +208,19 @@ class _Runs(NamedTuple):
         return [key for keys in (*self.during.values(), *self.before.values(), self.after) for key in keys]
 
 
-def _runs(schedule: Schedule, place: int, stages: Mapping[int, StageGraph]) -> _Runs:
+def _runs(schedule: Schedule, place: int, names: Mapping[int, list[str]]) -> _Runs:
     """Return the parts that a place along pp runs: the weights of all its stages are gathered before the first action,
     and a stage's gradients reduced when its last one's message is sent, before the next."""
     actions = [action for action in schedule.actions[place] if action.kind in COMPUTING]
     during: dict[PipelineAction, list[Key]] = {}
     for action in actions:
-        stage = stages[action.stage]
-        backward = [name for name in stage.parts.by_name if name not in ("forward", *ONCE_A_STEP)]
+        backward = [name for name in names[action.stage] if name not in ("forward", *ONCE_A_STEP)]
         which = {"F": ["forward"], "B": backward, "I": backward[:1], "W": backward[1:]}[action.kind]
-        joined = joined_part(stage, action, schedule)
-        during[action] = [(action.stage, name) for name in ([joined] if joined else which)]
-    if any(stage.joined for stage in stages.values()):
-        return _Runs(during, {}, [])
+        during[action] = [(action.stage, name) for name in which]
     before: dict[PipelineAction, list[Key]] = {actions[0]: [(stage, "gather") for stage in schedule.stages_of(place)]}
     after: list[Key] = []
     last = {action.stage: number for number, action in enumerate(actions) if action.kind in ("B", "W")}
-    for of_stage, number in last.items():
+    for stage, number in last.items():
         late = before.setdefault(actions[number + 1], []) if number + 1 < len(actions) else after
-        late.append((of_stage, "reduce"))
+        late.append((stage, "reduce"))
     return _Runs(during, before, after)

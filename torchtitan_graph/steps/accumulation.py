@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from torchtitan_graph import device as devices
-from torchtitan_graph.analysis.liveness import input_memory
 from torchtitan_graph.capture.traced import TracedResult
 from torchtitan_graph.compiler import PassPlan
 from torchtitan_graph.device import GIB
@@ -25,7 +24,8 @@ from torchtitan_graph.parallel.pipeline import StageGraph
 from torchtitan_graph.parallel.storage import ALL, EXPERTS, NONE, names_of
 from torchtitan_graph.runtime.partition import Once, part_of, partition
 from torchtitan_graph.steps.budget import at_rest
-from torchtitan_graph.steps.held import peak_of_stages
+from torchtitan_graph.steps.held import peak_of_accumulation
+from torchtitan_graph.steps.interleave import with_joined
 from torchtitan_graph.steps.options import StepOptions
 
 _KEPT_FREE = 0.1  # of the memory: a forecast does not know what fragments it
@@ -51,8 +51,8 @@ def cut_step(train: TracedResult, plan: PassPlan, options: StepOptions) -> Stage
 
 def peak_of_step(train: TracedResult, plan: PassPlan, options: StepOptions) -> int:
     """Return the peak memory of a step that is cut, in bytes: above what is held from step to step."""
-    assert options.pipeline is not None
-    return peak_of_stages({0: cut_step(train, plan, options)}, options.pipeline, rank=0).num_bytes
+    stage = with_joined(cut_step(train, plan, options), plan.costs, in_pairs=options.pairs)
+    return peak_of_accumulation(stage, options.num_microbatches).num_bytes
 
 
 def choices(plan: PassPlan) -> list[str]:
@@ -63,7 +63,7 @@ def choices(plan: PassPlan) -> list[str]:
 def needed_gib(train: TracedResult, plan: PassPlan, model: nn.Module, options: StepOptions) -> float:
     """Return the memory of a rank with this step, in GiB."""
     rest = at_rest(plan.storages, model, options.optimizer, accumulates=False)
-    needed = sum(rest.values()) + input_memory(train.gm) + peak_of_step(train, plan, options)
+    needed = sum(rest.values()) + peak_of_step(train, plan, options)
     return needed / GIB + options.target.rates.reserved_gib
 
 

@@ -28,7 +28,7 @@ from torchtitan_graph.device import Recorders
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.optim import clip_grad_norm
 from torchtitan_graph.parallel.layout import PP, TP, Layout, sum_over
-from torchtitan_graph.parallel.pipeline import Pipeline
+from torchtitan_graph.parallel.pipeline import Accumulation, Pipeline, StageGraph
 from torchtitan_graph.parallel.recompute import recompute_eager
 from torchtitan_graph.parallel.storage import Reshard, Storage, cast_parameters, materialize, shard_eager
 from torchtitan_graph.quantize.layers import kept_weights
@@ -50,7 +50,7 @@ class Steps:
 
     model: Decoder
     layout: Layout
-    step: Step | Pipeline
+    step: Step | Pipeline | Accumulation
     evaluation: Evaluation | None
     flops: Flops | None = None
     seq_len: int = 1  # of the rows whose FLOPs are counted
@@ -83,7 +83,7 @@ class Steps:
         loss: Tensor | None = None
         state: dict[str, Tensor] = {}
         each = list(zip(microbatches, on_host or itertools.repeat(None), strict=on_host is not None))
-        if isinstance(self.step, Pipeline):
+        if isinstance(self.step, (Pipeline, Accumulation)):
             loss, state, *_ = self.step.train([partial(self._inputs, *batch, num_tokens) for batch in each])
         else:
             for number, batch in enumerate(each, 1):
@@ -195,12 +195,14 @@ def bind_graphs(graphs: Graphs, assembly: Assembly) -> Steps:
     if graphs.evaluate is not None:
         make_run = Watchable if new is None else partial(Replayed, new_recorder=new)
         evaluate = run_traced(graphs.evaluate, module=whole(model, assembly.evaluation_loss), make_run=make_run)
-    step: Step | Pipeline
-    if isinstance(graphs.train, dict):
+    step: Step | Pipeline | Accumulation
+    if isinstance(graphs.train, StageGraph):
+        step = Accumulation(graphs.train, model, state)
+    elif isinstance(graphs.train, dict):
         assert options.pipeline is not None
         shared = model.tok_embeddings.weight if model.config.tied and model.tok_embeddings is not None else None
         tied = shared if shared is not None and shared.requires_grad else None
-        step = Pipeline(options.pipeline, graphs.train, model, tied, layout, options.target.device, state)
+        step = Pipeline(options.pipeline, graphs.train, model, tied, layout, options.target.device)
     else:
         accumulates = options.num_microbatches > 1
         step = bind_train_step(graphs.train, model, new, accumulates, whole(model, assembly.loss))

@@ -26,7 +26,7 @@ from torchtitan_graph.log import logger
 from torchtitan_graph.parallel.layout import PP
 from torchtitan_graph.parallel.pipeline import StageGraph
 from torchtitan_graph.parallel.recompute import Budget
-from torchtitan_graph.parallel.storage import AUTO, NONE, Storage
+from torchtitan_graph.parallel.storage import AUTO, Storage
 from torchtitan_graph.parallel.verify import Numbers
 from torchtitan_graph.steps.accumulation import (
     allowed_gib,
@@ -39,7 +39,7 @@ from torchtitan_graph.steps.accumulation import (
 from torchtitan_graph.steps.assembly import Assembly
 from torchtitan_graph.steps.budget import INPUTS, at_rest, log_budget, meet
 from torchtitan_graph.steps.inputs import SEQ_LEN, example_inputs, numbers_of, shapes_of
-from torchtitan_graph.steps.interleave import with_ends
+from torchtitan_graph.steps.interleave import with_joined
 from torchtitan_graph.steps.precompiled import Rewritten
 from torchtitan_graph.steps.stages import build_stages, is_shown, make_code, rewrite_stages, with_code
 
@@ -62,9 +62,9 @@ class Traced(NamedTuple):
 
 class Graphs(NamedTuple):
     """The final graphs of a model's steps, and the storage layout of its parameters; nothing is allocated yet. In a
-    pipeline, those of this rank's stages, by number."""
+    pipeline, those of this rank's stages, by number; where microbatches share work, the parts of the step."""
 
-    train: TracedResult | dict[int, StageGraph]
+    train: TracedResult | StageGraph | dict[int, StageGraph]
     evaluate: TracedResult | None
     storages: Mapping[str, Storage]
     flops: Flops
@@ -77,7 +77,7 @@ def build_graphs(assembly: Assembly) -> Graphs:
     if assembly.layout.degree(PP) > 1:
         stages, storages, flops = build_stages(assembly)
         return Graphs(stages, None, storages, flops)
-    is_cut = options.once != NONE
+    is_cut = options.is_cut
     if options.precompiled is None:
         traced = trace_steps(assembly)
         plan, steps = _rewrite(traced, assembly, makes_code=not is_cut)
@@ -92,9 +92,10 @@ def build_graphs(assembly: Assembly) -> Graphs:
     def ready(step: TracedResult, name: str) -> TracedResult:
         return dataclasses.replace(step, gm=make_code(step.gm, plan, options, name))
 
-    train: TracedResult | dict[int, StageGraph]
+    train: TracedResult | StageGraph
     if is_cut:
-        train = {0: with_ends(with_code(cut_step(steps.train, plan, options), plan, options, TITLE), plan.costs)}
+        stage = with_code(cut_step(steps.train, plan, options), plan, options, TITLE)
+        train = with_joined(stage, plan.costs, in_pairs=options.pairs)
     else:
         train = ready(steps.train, TITLE)
     evaluate = steps.evaluate and ready(steps.evaluate, "evaluation step")
@@ -116,7 +117,7 @@ def _rewrite(traced: Traced, assembly: Assembly, *, makes_code: bool) -> tuple[P
     if options.once == AUTO:
         plan = once_a_step(traced.plan, _choose_once(traced, assembly))
     else:
-        plan = once_a_step(traced.plan, options.once) if options.once != NONE else traced.plan
+        plan = once_a_step(traced.plan, options.once) if options.is_cut else traced.plan
     watch = Inspection(
         dump_to=options.dump_to if shown else None,
         verify_on=traced.inputs if options.verify else None,
@@ -138,7 +139,7 @@ def _rewrite(traced: Traced, assembly: Assembly, *, makes_code: bool) -> tuple[P
         return rewritten(gm, tried, dataclasses.replace(plan, recompute=recompute))
 
     def peak(gm: GraphModule) -> int:
-        if options.once == NONE:
+        if not options.is_cut:
             return peak_memory(gm).num_bytes
         return peak_of_step(dataclasses.replace(traced.train, gm=gm), plan, options)
 
@@ -149,7 +150,7 @@ def _rewrite(traced: Traced, assembly: Assembly, *, makes_code: bool) -> tuple[P
     if options.budget_gib is None:
         train = rewritten(traced.train.gm, watch)
     else:
-        accumulates = options.num_microbatches > 1 and options.once == NONE
+        accumulates = options.num_microbatches > 1 and not options.is_cut
         rest = at_rest(traced.plan.storages, assembly.model, options.optimizer, accumulates=accumulates)
         rest[INPUTS] = input_memory(traced.train.gm)
         train = meet(options.budget_gib, rest, traced.train.gm, within, peak)

@@ -18,10 +18,9 @@ from torchtitan_graph.analysis.liveness import (
     size_of,
 )
 from torchtitan_graph.graph.edit import value
-from torchtitan_graph.parallel.pipeline import EARLIER, StageGraph
+from torchtitan_graph.parallel.pipeline import EARLIER, FIRST, LAST, PAIR, StageGraph
 from torchtitan_graph.parallel.schedule import Schedule
 from torchtitan_graph.runtime.partition import Part
-from torchtitan_graph.torch_private.pipelines import PipelineAction
 
 
 class StagesPeak(NamedTuple):
@@ -42,35 +41,23 @@ KEPT, SUMS, TAKEN, RUNS = "kept for backward", "sums of gradients", "batches and
 
 def peak_of_stages(graphs: Mapping[int, StageGraph], schedule: Schedule, rank: int) -> StagesPeak:
     """Return this rank's peak memory over its schedule: weights that are gathered once, sums of gradients, activations
-    of each microbatch kept for backward, and the running part; in a pipeline the reductions come last, with all sums
-    alive."""
-    parts = {number: graph.all_parts for number, graph in graphs.items()}
+    of each microbatch kept for backward, and the running part; the reductions come last, with all sums alive."""
+    parts = {number: graph.parts.by_name for number, graph in graphs.items()}
     gives = {(number, name): output_memory(part.gm) for number in parts for name, part in parts[number].items()}
     sums = {number: sums_of(graph) for number, graph in graphs.items()}
     needs = {(number, name): _most(parts[number], name, sums[number]) for number in parts for name in parts[number]}
     inputs = {number: input_memory(graph.train.gm) for number, graph in graphs.items()}
-    gathered = sum(gives[number, "gather"] for number in parts)
-    is_joined = any(graph.joined for graph in graphs.values())
-    held = {GATHERED: 0 if is_joined else gathered, TAKEN: 0, KEPT: 0, SUMS: 0}
+    held = {GATHERED: sum(gives[number, "gather"] for number in parts), TAKEN: 0, KEPT: 0, SUMS: 0}
     peak, has_sums = StagesPeak(dict(held), GATHERED, None), set()
-
-    def in_stage(number: int) -> str:
-        return f" in stage {number}" if len(schedule.stages) > 1 else ""
-
     for action in schedule.actions[rank]:
         stage = action.stage
         received = (graphs[stage].passed.nbytes if stage else 0) + inputs[stage]
         backward = ("backward",) if "backward" in parts[stage] else ("input", "weight")
         runs = {"F": ("forward",), "B": backward, "I": ("input",), "W": ("weight",)}.get(action.kind, ())
-        joined = joined_part(graphs[stage], action, schedule)
         for name in runs:
             held[TAKEN] += received if name == "forward" else 0
-            needed = needs[stage, joined or name]
-            now = held | {KEPT: held[KEPT] - needed.kept, SUMS: held[SUMS] - needed.sums, RUNS: needed.made}
-            if sum(now.values()) > peak.num_bytes:
-                where = f"{name} of microbatch {action.microbatch}{in_stage(stage)}"
-                peak = StagesPeak(now, where, (stage, joined or name, needed.node))
-            held[GATHERED] = gathered
+            where = f"{name} of microbatch {action.microbatch} in stage {stage}"
+            peak = max(peak, needs[stage, name].beside(held, where, (stage, name)), key=_size)
             if name in ("forward", "input"):
                 held[KEPT] += gives[stage, name]
                 continue
@@ -80,13 +67,37 @@ def peak_of_stages(graphs: Mapping[int, StageGraph], schedule: Schedule, rank: i
             if stage not in has_sums:
                 has_sums.add(stage)
                 held[SUMS] += sum(sums[stage].values())
-    for stage in parts if not is_joined else ():
+    for stage in parts:
         needed = needs[stage, "reduce"]
-        now = held | {SUMS: held[SUMS] - needed.sums, RUNS: needed.made}
-        if sum(now.values()) > peak.num_bytes:
-            where = f"the reduction{in_stage(stage)}, {needed.node.name}"
-            peak = StagesPeak(now, where, (stage, "reduce", needed.node))
+        where = f"the reduction of stage {stage}, {needed.node.name}"
+        peak = max(peak, needed.beside(held, where, (stage, "reduce")), key=_size)
     return peak
+
+
+def peak_of_accumulation(graph: StageGraph, num_microbatches: int) -> StagesPeak:
+    """Return the peak memory of a whole model's step that is cut into parts, as `peak_of_stages`."""
+    parts, sums = graph.all_parts, sums_of(graph)
+    held = {GATHERED: 0, TAKEN: input_memory(graph.train.gm), KEPT: 0, SUMS: 0}
+    peak = StagesPeak(dict(held), "", None)
+    first, *between, last = (name for name, _ in runs_of(graph, num_microbatches))
+    # From the third microbatch on all is as before: sums are there from the first one's backward on.
+    for name in (first, *between * min(2, num_microbatches - 1), last):
+        taken = held[TAKEN] * (1 + (name == PAIR))
+        peak = max(peak, _most(parts, name, sums).beside({**held, TAKEN: taken}, name, (0, name)), key=_size)
+        held[GATHERED] = output_memory(parts["gather"].gm)
+        held[KEPT] = 0 if name == "backward" else output_memory(parts["forward"].gm)
+        held[SUMS] = sum(sums.values()) if name != FIRST else 0
+    return peak
+
+
+def runs_of(graph: StageGraph, num_microbatches: int) -> list[tuple[str, int]]:
+    """Return the parts of a whole model's step in their order, by name, and how often each runs."""
+    between = [PAIR] if PAIR in graph.joined else ["backward", "forward"]
+    return [(FIRST, 1), *((name, num_microbatches - 1) for name in between), (LAST, 1)]
+
+
+def _size(peak: StagesPeak) -> int:
+    return peak.num_bytes
 
 
 class _Most(NamedTuple):
@@ -97,11 +108,16 @@ class _Most(NamedTuple):
     sums: int
     node: Node
 
+    def beside(self, held: Mapping[str, int], where: str, part: tuple[int, str]) -> StagesPeak:
+        """Return the peak of the part where so much is held from before."""
+        now = {**held, KEPT: held[KEPT] - self.kept, SUMS: held[SUMS] - self.sums, RUNS: self.made}
+        return StagesPeak(now, where, (*part, self.node))
+
 
 def _most(parts: Mapping[str, Part], name: str, sums: Mapping[str, int]) -> _Most:
     gm = parts[name].gm
     kept_until = _last_reads(parts, name)
-    sums_until = _last_reads_of_sums(gm, sums if name in ("reduce", "last") else {})
+    sums_until = _last_reads_of_sums(gm, sums if name in ("reduce", LAST) else {})
     kept = summed = 0
     held, found = held_memory(gm, size_of), []
     for node in gm.graph.nodes:
@@ -113,7 +129,7 @@ def _most(parts: Mapping[str, Part], name: str, sums: Mapping[str, int]) -> _Mos
 def _last_reads(parts: Mapping[str, Part], name: str) -> collections.Counter[Node]:
     """Return the bytes freed after each node of a part, of values kept for it that no later part reads."""
     gm, order = parts[name].gm, [each for each in parts if each in ("forward", "backward", "input", "weight")]
-    name = {"last": "backward"}.get(name, name)
+    name = {LAST: "backward", PAIR: "backward"}.get(name, name)
     if name not in order[1:]:
         return collections.Counter()
     before, after = order[: order.index(name)], order[order.index(name) + 1 :]
@@ -137,14 +153,6 @@ def _last_reads_of_sums(gm: GraphModule, sums: Mapping[str, int]) -> collections
     for x in gm.graph.find_nodes(op="placeholder"):
         found[last_use[x]] += sums.get(str(x.target).removeprefix(EARLIER), 0)
     return found
-
-
-def joined_part(graph: StageGraph, action: PipelineAction, schedule: Schedule) -> str | None:
-    """Return the joined part that runs in place of an action of a whole model, None for most."""
-    if not graph.joined:
-        return None
-    (actions,) = schedule.actions
-    return {actions[0]: "first", actions[-1]: "last"}.get(action)
 
 
 def in_flight(schedule: Schedule, stage: int) -> int:

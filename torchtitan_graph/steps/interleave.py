@@ -16,26 +16,41 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from torchtitan_graph.analysis.cost import Clock, Costs, estimate
+from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.edit import call, copy_node, recast, value
-from torchtitan_graph.graph.signature import Signature, Slot, layout_of
-from torchtitan_graph.parallel.pipeline import EARLIER, StageGraph
+from torchtitan_graph.graph.signature import Signature, Slot, inputs_of, layout_of
+from torchtitan_graph.parallel.pipeline import EARLIER, FIRST, LAST, NEXT, PAIR, StageGraph
 from torchtitan_graph.runtime.partition import Part
 
 _LEAD = 0.02  # of its own time, by which a stream may be further than another that could go on
 _BLOCKED = 1e9  # seconds: a node that needs another stream's value
 
 
-def with_ends(stage: StageGraph, costs: Costs) -> StageGraph:
-    """Return a whole model's parts with two more: `first`, the gathers beside the first forward, and `last`, the last
-    backward beside the sums and the reductions."""
+def with_joined(stage: StageGraph, costs: Costs, in_pairs: bool) -> StageGraph:
+    """Return a whole model's parts with those that run several of them at once: see `StageGraph.joined`."""
     parts = stage.parts.by_name
-    first = join([parts["gather"], parts["forward"]], costs)
     kept = {*stage.parts.outputs["grad"].values(), *stage.parts.outputs["state"].values()}
-    last = join([parts["backward"], _sums(stage), parts["reduce"]], costs, kept)
-    title = parts["reduce"].gm.meta["name"].rpartition(", ")[0]
-    for name, part in (("first", first), ("last", last)):
+    joined = {
+        FIRST: join([parts["gather"], parts["forward"]], costs),
+        LAST: join([parts["backward"], _sums(stage), parts["reduce"]], costs, kept),
+    }
+    if in_pairs:
+        joined[PAIR] = join([parts["backward"], _of_next(stage)], costs)
+    title = parts["reduce"].gm.meta.get("name", "").rpartition(", ")[0]
+    for name, part in joined.items():
         part.gm.meta["name"] = f"{title}, {name}"
-    return stage._replace(joined={"first": first, "last": last})
+    return stage._replace(joined=joined)
+
+
+def _of_next(stage: StageGraph) -> Part:
+    """Return forward of the next microbatch, with names of its own for all values that microbatches don't share."""
+    part, shared = stage.parts.by_name["forward"], set(stage.parts.by_name["gather"].gives)
+    shared |= {node.name for slot, node in inputs_of(stage.train.gm) if slot.kind != "input"}
+
+    def renamed(names: Iterable[str]) -> tuple[str, ...]:
+        return tuple(name if name in shared else NEXT + name for name in names)
+
+    return Part(part.gm, renamed(part.reads), renamed(part.gives))
 
 
 def join(parts: Sequence[Part], costs: Costs, kept: Set[str] | None = None) -> Part:
@@ -52,7 +67,9 @@ def join(parts: Sequence[Part], costs: Costs, kept: Set[str] | None = None) -> P
     for part in parts:
         for node, name in zip(part.gm.graph.find_nodes(op="placeholder"), part.reads, strict=True):
             if name not in made_before and name not in read:
-                read[name] = copy_node(graph, node, lambda given: given)
+                read[name] = graph.placeholder(name)
+                read[name].meta = dict(node.meta)
+                meta.own_annotations(read[name])
         made_before.update(part.gives)
     given: dict[str, Node] = {}
     streams: list[list[Node]] = []

@@ -20,7 +20,7 @@ from torchtitan_graph.loss import Regularizers
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.models.layers.moe import AuxiliaryLoss, ExpertTraining
 from torchtitan_graph.parallel.recompute import Budget, Recompute
-from torchtitan_graph.parallel.schedule import Schedule, one_stage, plan_pipeline
+from torchtitan_graph.parallel.schedule import Schedule, plan_pipeline
 from torchtitan_graph.parallel.storage import NONE, Precision, Reshard
 from torchtitan_graph.passes.compile_regions import Regions
 from torchtitan_graph.quantize.plan import plan_float8
@@ -68,9 +68,10 @@ class StepOptions:
     look             called with the graph after each pass, as `Inspection.look`
     seed             of the numbers for verifying passes
     mtp_weight       weight of the loss of the layers that predict more tokens
-    pipeline         the schedule of its stages, where there are any; of the whole model, where there is a `once`
+    pipeline         the schedule of its stages, where there are any
     once             the parameters that a whole model's step gathers, and whose gradients it reduces, once: NONE,
                      EXPERTS, ALL, or AUTO: as memory allows
+    pairs            a whole model's step runs a microbatch's backward beside the next one's forward
     precompiled      folder of rewritten graphs to read instead of tracing
     budget_gib       a rank's memory limit in all, in place of the fraction of `recompute.budget`
     picture          file for the drawing of the memory budget's curve
@@ -110,6 +111,7 @@ class StepOptions:
     mtp_weight: float = 0.3
     pipeline: Schedule | None = None
     once: str = NONE
+    pairs: bool = False
     precompiled: Precompiled | None = None
     budget_gib: float | None = None
     picture: Path | None = None
@@ -117,6 +119,11 @@ class StepOptions:
     float8: Float8 | None = None
     fused: tuple[type[nn.Module], ...] = ()
     optimizer: job.Optimizer = dataclasses.field(default_factory=job.Optimizer)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether a whole model's step is cut into parts, which its microbatches share or which run side by side."""
+        return self.once != NONE or self.pairs
 
 
 def lengths_of_rows(config: JobConfig, attn: str, target: Target) -> range | None:
@@ -202,7 +209,8 @@ def step_options(config: JobConfig, model: Decoder, num_microbatches: int, targe
         offload=_offload(config, model, pipeline, target),
         cpu_offload=_cpu_offload(config, target),
         pipeline=pipeline,
-        once=_once(config, num_microbatches),
+        once=config.parallelism.fsdp_once_a_step if num_microbatches > 1 else NONE,
+        pairs=config.parallelism.overlap_microbatches and num_microbatches > 1,
         recorders=_recorders(config, target),
         float8=plan_float8(config, model, target),
         fused=_fused(config),
@@ -261,9 +269,4 @@ def _recorders(config: JobConfig, target: Target) -> Recorders | None:
 def _pipeline(config: JobConfig, model: Decoder, num_microbatches: int) -> Schedule | None:
     if config.parallelism.pipeline_parallel_degree > 1:
         return plan_pipeline(config.parallelism, model.modules_in_order, num_microbatches)
-    return None if _once(config, num_microbatches) == NONE else one_stage(model.modules_in_order, num_microbatches)
-
-
-def _once(config: JobConfig, num_microbatches: int) -> str:
-    """Return what is done once a step, not once a microbatch."""
-    return config.parallelism.fsdp_once_a_step if num_microbatches > 1 else NONE
+    return None

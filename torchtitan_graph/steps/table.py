@@ -11,6 +11,8 @@ from torch.fx import GraphModule
 from torchtitan_graph.analysis.measured import measured
 from torchtitan_graph.analysis.scope_table import by_type, scope_table
 from torchtitan_graph.analysis.scopes import Charge, charges
+from torchtitan_graph.capture.traced import TracedResult
+from torchtitan_graph.parallel.pipeline import StageGraph
 from torchtitan_graph.steps.assembly import Assembly
 from torchtitan_graph.steps.graphs import Graphs
 
@@ -50,8 +52,11 @@ def step_table(
 
 
 def _graphs(graphs: Graphs) -> dict[str, list[GraphModule]]:
-    if not isinstance(graphs.train, dict):
+    if isinstance(graphs.train, TracedResult):
         return {"training step": [graphs.train.gm]}
+    if isinstance(graphs.train, StageGraph):
+        parts = graphs.train.parts.by_name.values()
+        return {"training step, a microbatch with what is done once a step": [part.gm for part in parts]}
     return {
         f"stage {number}, a microbatch with what is done once a step": [
             part.gm for part in stage.parts.by_name.values()

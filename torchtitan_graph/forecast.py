@@ -193,11 +193,13 @@ def forecast(assembly: Assembly, graphs: Graphs, optimizer: job.Optimizer, stage
         offloaded = host_memory(whole.train.gm) * (1 + options.pairs)
         for name, part in whole.parts.by_name.items():
             _add(sent_once if name in ONCE_A_STEP else sent, traffic(part.gm, axes))
-        ends, between = [], []
         for name, _ in runs_of(whole, options.num_microbatches):
-            (ends if name in (FIRST, LAST) else between).append(estimate(whole.all_parts[name].gm, costs))
-        time = sum(between[1:], between[0])
-        time_once = sum(ends[1:], ends[0]).beyond(time)
+            estimated = estimate(whole.all_parts[name].gm, costs)
+            if name in (FIRST, LAST):
+                time_once += estimated
+            else:
+                time += estimated
+        time_once = time_once.beyond(time)
     else:
         held[INPUTS] = input_memory(graphs.train.gm)
         most = peak_memory(graphs.train.gm)

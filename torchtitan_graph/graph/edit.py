@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import itertools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -166,6 +167,13 @@ def shared_arguments(target: torch._ops.OpOverload) -> list[tuple[int, str, bool
     Cached: parsing a schema takes longer than visiting a node."""
     arguments = enumerate(target._schema.arguments)
     return [(i, a.name, a.alias_info.is_write) for i, a in arguments if a.alias_info is not None]
+
+
+def put_in_order(nodes: Sequence[Node]) -> None:
+    """Move nodes of one graph behind the first of them, in an order."""
+    for before, node in itertools.pairwise(nodes):
+        if before.next is not node:
+            before.append(node)
 
 
 def erase_unused(gm: GraphModule) -> None:

@@ -22,8 +22,8 @@ from torchtitan_graph.runtime.observe import Watchable
 from torchtitan_graph.runtime.partition import Part, Parts
 
 Inputs = Callable[[], tuple[Any, ...]]  # returns a microbatch: batch, masks, num_tokens
-# Parts of a whole model's step that run in place of others, and prefixes of names in them: of sums over the microbatches
-# before the last, and of the next microbatch's values.
+# Parts of a whole model's step that run in place of others, and prefixes of names in them: of sums over the earlier
+# microbatches, and of the next microbatch's values.
 FIRST, PAIR, LAST = "first", "pair", "last"
 EARLIER, NEXT = "earlier_", "next_"
 
@@ -106,9 +106,8 @@ class Stage:
         theirs = self._given(*following())
         both = self._held.pop(i) | {NEXT + name: x for name, x in theirs.items()}
         given = self._call(PAIR, both)
-        self._hold(
-            i + 1, theirs, {name.removeprefix(NEXT): given.pop(name) for name in [*given] if name.startswith(NEXT)}
-        )
+        names = [name for name in given if name.startswith(NEXT)]
+        self._hold(i + 1, theirs, {name.removeprefix(NEXT): given.pop(name) for name in names})
         self._take_state(given)
         self._add_up(given, both)
 

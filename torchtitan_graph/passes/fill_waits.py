@@ -13,7 +13,7 @@ from torchtitan_graph.analysis.flops import attention_flops, matmul_flops
 from torchtitan_graph.analysis.liveness import Memories, held_memory, in_one_part, peaks, scratch_of, size_of
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.blocks import block_of
-from torchtitan_graph.graph.edit import aliased, is_view
+from torchtitan_graph.graph.edit import aliased, is_view, put_in_order
 from torchtitan_graph.ops.operator import operator_of
 
 _COUNTS = torch.ops._c10d_functional.all_to_all_single.default
@@ -37,15 +37,9 @@ def fill_waits(
         unfilled: set[Node] = set()
         while (order := _Sweep(gm, blocks, costs, part_of, bound, unfilled)).too_full:
             unfilled |= order.too_full
-        _put_in_order(gm, order.made)
+        put_in_order(order.made)
         gm.recompile()
     return gm
-
-
-def _put_in_order(gm: GraphModule, nodes: list[Node]) -> None:
-    for before, node in zip(nodes, nodes[1:], strict=False):
-        if before.next is not node:
-            before.append(node)
 
 
 class _Sweep:

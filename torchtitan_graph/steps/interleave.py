@@ -1,11 +1,4 @@
-"""Several parts of a step as one graph, so that one computes while the other communicates.
-
-Note [Interleaving]
-Parts that don't need all of each other's values run as streams of nodes, each in its own order: a stream goes on until
-the device would stand still, for a collective or for the host, then another one does. Time is that of the cost model's
-clock, which is the same on all ranks, so that all start their collectives in one order. Only the order of nodes is
-chosen, and no value changes. Where the estimate is not shorter, the parts stay one after the other.
-"""
+"""Several parts of a step as one graph, so that one computes while the other communicates. See Note [Interleaving]."""
 
 from __future__ import annotations
 
@@ -15,15 +8,13 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from torchtitan_graph.analysis.cost import Clock, Costs, estimate
+from torchtitan_graph.analysis.cost import Costs
+from torchtitan_graph.analysis.interleave import in_two, interleaved, seconds_of
 from torchtitan_graph.graph import meta
-from torchtitan_graph.graph.edit import call, copy_node, recast, value
+from torchtitan_graph.graph.edit import call, copy_node, put_in_order, recast, value
 from torchtitan_graph.graph.signature import Signature, Slot, inputs_of, layout_of
 from torchtitan_graph.parallel.pipeline import EARLIER, FIRST, LAST, NEXT, PAIR, StageGraph
 from torchtitan_graph.runtime.partition import Part
-
-_LEAD = 0.02  # of its own time, by which a stream may be further than another that could go on
-_BLOCKED = 1e9  # seconds: a node that needs another stream's value
 
 
 def with_joined(stage: StageGraph, costs: Costs, in_pairs: bool) -> StageGraph:
@@ -56,7 +47,9 @@ def _of_next(stage: StageGraph) -> Part:
 def join(parts: Sequence[Part], costs: Costs, kept: Set[str] | None = None) -> Part:
     """Return one part that computes what all parts do, interleaved.
 
-    A part reads the value of a name from the parts before it, if one gives it, else from outside.
+    A part reads the value of a name from the parts before it, if one gives it, else from outside. Several orders are
+    tried, and the one with the shortest estimate is taken: one after the other, the parts as streams, and also what
+    backward computes again as a stream.
 
     Args:
         kept: the values that leave it, of those that the parts give; None: all.
@@ -94,50 +87,12 @@ def join(parts: Sequence[Part], costs: Costs, kept: Set[str] | None = None) -> P
     inputs = tuple(Slot(name, "input", layout_of(value(node))) for name, node in read.items())
     outputs = tuple(Slot(name, "output", layout_of(value(given[name]))) for name in gives)
     made.meta["signature"] = Signature(inputs, outputs)
-    in_turn = [node for stream in streams for node in stream]
-    seconds = estimate(made, costs).seconds
-    _put_in_order(interleaved(streams, costs))
-    if estimate(made, costs).seconds >= seconds:
-        _put_in_order(in_turn)
+    orders = [[node for stream in streams for node in stream], interleaved(streams, costs)]
+    if len(apart := [each for stream in streams for each in in_two(stream)]) > len(streams):
+        orders.append(interleaved(apart, costs))
+    put_in_order(min(orders, key=lambda order: seconds_of(made, order, costs)))
     made.recompile()
     return Part(made, tuple(read), tuple(gives))
-
-
-def interleaved(streams: Sequence[Sequence[Node]], costs: Costs) -> list[Node]:
-    """Return the nodes of all streams, each in its own order. See Note [Interleaving]."""
-    clock, order = Clock(costs), list[Node]()
-    left = [list(reversed(stream)) for stream in streams]
-    pending = {node for stream in streams for node in stream}
-    seconds = {node: 0.0 if costs.link(node) else costs.seconds(node) for node in pending}
-    whole = [sum(seconds[node] for node in stream) or 1.0 for stream in streams]
-    done, now = [0.0] * len(streams), 0
-
-    def stall(stream: list[Node]) -> float:
-        if not pending.isdisjoint(stream[-1].all_input_nodes):
-            return _BLOCKED
-        return clock.stall(stream[-1])
-
-    while pending:
-        stalls = {k: stall(stream) for k, stream in enumerate(left) if stream}
-        if stalls.get(now, 1.0) > 0:
-            now = min(stalls, key=lambda k: (stalls[k], k != now))
-        else:
-            behind = [k for k, seconds_ in stalls.items() if not seconds_ and done[k] < done[now] - _LEAD]
-            now = min(behind, key=done.__getitem__, default=now)
-        node = left[now].pop()
-        clock.advance(node)
-        done[now] += seconds[node] / whole[now]
-        pending.discard(node)
-        order.append(node)
-    return order
-
-
-def _put_in_order(nodes: Iterable[Node]) -> None:
-    before = None
-    for node in nodes:
-        if before is not None and before.next is not node:
-            before.append(node)
-        before = node
 
 
 def _sums(stage: StageGraph) -> Part:

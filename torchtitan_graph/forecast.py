@@ -193,12 +193,12 @@ def forecast(assembly: Assembly, graphs: Graphs, optimizer: job.Optimizer, stage
         offloaded = host_memory(whole.train.gm) * (1 + options.pairs)
         for name, part in whole.parts.by_name.items():
             _add(sent_once if name in ONCE_A_STEP else sent, traffic(part.gm, axes))
-        for name, _ in runs_of(whole, options.num_microbatches):
-            estimated = estimate(whole.all_parts[name].gm, costs)
+        for name, times in runs_of(whole, options.num_microbatches):
+            estimated = estimate(whole.all_parts[name].gm, costs) * times
             if name in (FIRST, LAST):
                 time_once += estimated
             else:
-                time += estimated
+                time += estimated * (1 / (options.num_microbatches - 1))
         time_once = time_once.beyond(time)
     else:
         held[INPUTS] = input_memory(graphs.train.gm)

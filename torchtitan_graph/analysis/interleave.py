@@ -23,10 +23,13 @@ _LEAD = 0.02  # of its own time, by which a stream may be further than another t
 _BLOCKED, _TOO_EARLY = 1e9, 1e8  # seconds: a node that needs another stream's value; one that would be held for long
 
 
-def in_two(nodes: Sequence[Node]) -> list[list[Node]]:
-    """Return backward's nodes without what it computes or gathers again, and that; or all, if there is none."""
+def apart(nodes: Sequence[Node]) -> list[list[Node]]:
+    """Return backward's nodes in streams: what it computes or gathers again follows the rest, and the reductions, which
+    nothing waits for, are last."""
     again = [node for node in nodes if _is_again(node)]
-    return [[node for node in nodes if not _is_again(node)], again] if again else [list(nodes)]
+    reduces = [node for node in nodes if meta.role(node) == meta.REDUCE]
+    others = set(again) | set(reduces)
+    return [stream for stream in ([node for node in nodes if node not in others], again, reduces) if stream]
 
 
 def _is_again(node: Node) -> bool:

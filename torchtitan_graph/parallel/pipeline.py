@@ -24,7 +24,8 @@ from torchtitan_graph.runtime.partition import Part, Parts
 Inputs = Callable[[], tuple[Any, ...]]  # returns a microbatch: batch, masks, num_tokens
 # Parts of a whole model's step that run in place of others, and prefixes of names in them: of sums over the earlier
 # microbatches, and of the next microbatch's values.
-FIRST, PAIR, LAST = "first", "pair", "last"
+FIRST, LAST = "first", "last"
+BACKWARD, PAIR = ("backward", "backward_and_add"), ("pair", "pair_and_add")  # of the first microbatch, of later ones
 EARLIER, NEXT = "earlier_", "next_"
 
 
@@ -37,8 +38,9 @@ class StageGraph(NamedTuple):
     passed        example of the activation sent between stages, on meta: in training, and in evaluation; empty where
                   there is one stage
     reduce_dtype  of the sum of gradients over the microbatches
-    joined        of a whole model: FIRST is `gather` beside `forward`, PAIR `backward` beside the next microbatch's
-                  `forward`, if pairs are to run, and LAST `backward` beside the last sums and `reduce`
+    joined        of a whole model: FIRST is `gather` beside `forward`, BACKWARD `backward` beside the sums of its
+                  gradients with the earlier ones, PAIR that beside the next microbatch's `forward`, where pairs are to
+                  run, and LAST `backward` beside the last sums and `reduce`
     """
 
     parts: Parts
@@ -87,9 +89,9 @@ class Stage:
             self._common |= self._call("gather", {})
         self._sums, self.losses, self.state = {}, [], {}
 
-    def forward(self, i: int, inputs: Inputs, x: Tensor | None) -> Tensor | None:
-        """Run forward on microbatch `i` and the activation of the stage before; return this stage's activation."""
-        held = self._given(*inputs(), x)
+    def forward(self, i: int, inputs: Inputs, *x: Tensor | None) -> Tensor | None:
+        """Run forward on microbatch `i` and, in a pipeline, the activation of the stage before; return this stage's."""
+        held = self._given(*inputs(), *x)
         made = self._call("forward", held, self._backward)
         self._hold(i, held, made)
         return made.get(self.graph.parts.outputs["output"].get("y", ""))
@@ -101,15 +103,38 @@ class Stage:
         self._common |= {name: made.pop(name) for name in self.parts["gather"].gives}
         self._hold(0, held, made)
 
+    def backward(self, i: int) -> None:
+        """Run backward on microbatch `i` of a whole model, and add its gradients to the sums."""
+        held = self._held.pop(i)
+        self._take_sums(i, self._call(BACKWARD[i > 0], held | self._earlier()), held)
+
     def pair(self, i: int, following: Inputs) -> None:
-        """Run backward on microbatch `i` of a whole model beside forward on the next one."""
+        """Do so beside forward on the next microbatch."""
         theirs = self._given(*following())
-        both = self._held.pop(i) | {NEXT + name: x for name, x in theirs.items()}
-        given = self._call(PAIR, both)
+        held = self._held.pop(i) | {NEXT + name: x for name, x in theirs.items()}
+        given = self._call(PAIR[i > 0], held | self._earlier())
         names = [name for name in given if name.startswith(NEXT)]
         self._hold(i + 1, theirs, {name.removeprefix(NEXT): given.pop(name) for name in names})
+        self._take_sums(i, given, held)
+
+    def last_backward(self, i: int) -> None:
+        """Run backward on the last microbatch of a whole model, and reduce the sums of all."""
+        given = self._call(LAST, self._held.pop(i) | self._earlier())
         self._take_state(given)
-        self._add_up(given, both)
+        self._finish(given)
+
+    def _earlier(self) -> dict[str, Tensor]:
+        """Return the sums as inputs of a part that adds to them."""
+        earlier, self._sums = self._sums, {}
+        return {EARLIER + name: x for name, x in earlier.items()}
+
+    def _take_sums(self, i: int, given: Mapping[str, Tensor], held: Mapping[str, Tensor]) -> None:
+        """Keep the sums that microbatch `i` made; the first one's are its gradients."""
+        self._take_state(given)
+        if i:
+            self._sums = {name: given[name] for name in self.graph.parts.sums}
+        else:
+            self._add_up(given, held)
 
     def _given(self, *arguments: Any) -> dict[str, Tensor]:
         """Return a microbatch's inputs by their values' names."""
@@ -140,15 +165,6 @@ class Stage:
         kept |= {dx} if self._shared is None else set()  # it may be in transit while a sum is written to
         held |= {name: x for name, x in given.items() if name in kept}
         return given.get(dx)
-
-    def last_backward(self, i: int) -> None:
-        """Run backward on the last microbatch of a whole model, and reduce the sums of all."""
-        held = self._held.pop(i)
-        held |= {EARLIER + name: x for name, x in self._sums.items()}
-        self._sums = {}
-        given = self._call(LAST, held)
-        self._take_state(given)
-        self._finish(given)
 
     def backward_weight(self, i: int) -> None:
         """Add a microbatch's weight gradients: as FSDP2, in the dtype of the reduction, in the order of execution."""
@@ -221,12 +237,11 @@ class Accumulation:
         stage.begin()
         stage.first_forward(microbatches[0])
         for i in range(last):
-            if PAIR in stage.parts:
+            if PAIR[0] in stage.parts:
                 stage.pair(i, microbatches[i + 1])
             else:
-                stage.backward_input(i, None)
-                stage.backward_weight(i)
-                stage.forward(i + 1, microbatches[i + 1], None)
+                stage.backward(i)
+                stage.forward(i + 1, microbatches[i + 1])
         stage.last_backward(last)
         return StepOutput(sum(stage.losses[1:], stage.losses[0]), stage.state)
 

@@ -110,8 +110,7 @@ def _whole(job: BuiltJob, costs: Costs) -> StepTime:
     if isinstance(train, StageGraph):
         each = [estimate(train.all_parts[name].gm, costs) * times for name, times in runs_of(train, number)]
         time = sum(each[1:], each[0])
-        sums = costs.moving(cast_for_sums(train)) * (number - 1)
-        sums += costs.accumulating(sum(sums_of(train).values())) * (number - 2)
+        sums = costs.moving(cast_for_sums(train))  # of the first microbatch; the others' are in the graphs
     else:
         assert isinstance(train, TracedResult)
         time = estimate(train.gm, costs) * number

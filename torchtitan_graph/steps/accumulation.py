@@ -51,8 +51,9 @@ def cut_step(train: TracedResult, plan: PassPlan, options: StepOptions) -> Stage
 
 def peak_of_step(train: TracedResult, plan: PassPlan, options: StepOptions) -> int:
     """Return the peak memory of a step that is cut, in bytes: above what is held from step to step."""
-    stage = with_joined(cut_step(train, plan, options), plan.costs, in_pairs=options.pairs)
-    return peak_of_accumulation(stage, options.num_microbatches).num_bytes
+    number = options.num_microbatches
+    stage = with_joined(cut_step(train, plan, options), plan.costs, number, in_pairs=options.pairs)
+    return peak_of_accumulation(stage, number).num_bytes
 
 
 def choices(plan: PassPlan) -> list[str]:

@@ -95,7 +95,7 @@ def build_graphs(assembly: Assembly) -> Graphs:
     train: TracedResult | StageGraph
     if is_cut:
         stage = with_code(cut_step(steps.train, plan, options), plan, options, TITLE)
-        train = with_joined(stage, plan.costs, in_pairs=options.pairs)
+        train = with_joined(stage, plan.costs, options.num_microbatches, in_pairs=options.pairs)
     else:
         train = ready(steps.train, TITLE)
     evaluate = steps.evaluate and ready(steps.evaluate, "evaluation step")

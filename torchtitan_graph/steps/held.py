@@ -18,7 +18,7 @@ from torchtitan_graph.analysis.liveness import (
     size_of,
 )
 from torchtitan_graph.graph.edit import value
-from torchtitan_graph.parallel.pipeline import EARLIER, FIRST, LAST, PAIR, StageGraph
+from torchtitan_graph.parallel.pipeline import BACKWARD, EARLIER, FIRST, LAST, PAIR, StageGraph
 from torchtitan_graph.parallel.schedule import Schedule
 from torchtitan_graph.runtime.partition import Part
 
@@ -79,21 +79,21 @@ def peak_of_accumulation(graph: StageGraph, num_microbatches: int) -> StagesPeak
     parts, sums = graph.all_parts, sums_of(graph)
     held = {GATHERED: 0, TAKEN: input_memory(graph.train.gm), KEPT: 0, SUMS: 0}
     peak = StagesPeak(dict(held), "", None)
-    first, *between, last = (name for name, _ in runs_of(graph, num_microbatches))
-    # From the third microbatch on all is as before: sums are there from the first one's backward on.
-    for name in (first, *between * min(2, num_microbatches - 1), last):
-        taken = held[TAKEN] * (1 + (name == PAIR))
+    for name, _ in runs_of(graph, num_microbatches):
+        taken = held[TAKEN] * (1 + (name in PAIR))
         peak = max(peak, _most(parts, name, sums).beside({**held, TAKEN: taken}, name, (0, name)), key=_size)
         held[GATHERED] = output_memory(parts["gather"].gm)
-        held[KEPT] = 0 if name == "backward" else output_memory(parts["forward"].gm)
+        held[KEPT] = 0 if name in BACKWARD else output_memory(parts["forward"].gm)
         held[SUMS] = sum(sums.values()) if name != FIRST else 0
     return peak
 
 
 def runs_of(graph: StageGraph, num_microbatches: int) -> list[tuple[str, int]]:
     """Return the parts of a whole model's step in their order, by name, and how often each runs."""
-    between = [PAIR] if PAIR in graph.joined else ["backward", "forward"]
-    return [(FIRST, 1), *((name, num_microbatches - 1) for name in between), (LAST, 1)]
+    (first, later), forward = (PAIR, []) if PAIR[0] in graph.joined else (BACKWARD, ["forward"])
+    runs = [(FIRST, 1), *((name, 1) for name in (first, *forward))]
+    runs += [(name, num_microbatches - 2) for name in (later, *forward) if num_microbatches > 2]
+    return [*runs, (LAST, 1)]
 
 
 def _size(peak: StagesPeak) -> int:
@@ -129,7 +129,7 @@ def _most(parts: Mapping[str, Part], name: str, sums: Mapping[str, int]) -> _Mos
 def _last_reads(parts: Mapping[str, Part], name: str) -> collections.Counter[Node]:
     """Return the bytes freed after each node of a part, of values kept for it that no later part reads."""
     gm, order = parts[name].gm, [each for each in parts if each in ("forward", "backward", "input", "weight")]
-    name = {LAST: "backward", PAIR: "backward"}.get(name, name)
+    name = "backward" if name in (LAST, *BACKWARD, *PAIR) else name
     if name not in order[1:]:
         return collections.Counter()
     before, after = order[: order.index(name)], order[order.index(name) + 1 :]

@@ -9,24 +9,27 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from torchtitan_graph.analysis.cost import Costs
-from torchtitan_graph.analysis.interleave import in_two, interleaved, seconds_of
+from torchtitan_graph.analysis.interleave import apart, interleaved, seconds_of
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.edit import call, copy_node, put_in_order, recast, value
 from torchtitan_graph.graph.signature import Signature, Slot, inputs_of, layout_of
-from torchtitan_graph.parallel.pipeline import EARLIER, FIRST, LAST, NEXT, PAIR, StageGraph
+from torchtitan_graph.parallel.pipeline import BACKWARD, EARLIER, FIRST, LAST, NEXT, PAIR, StageGraph
 from torchtitan_graph.runtime.partition import Part
 
 
-def with_joined(stage: StageGraph, costs: Costs, in_pairs: bool) -> StageGraph:
+def with_joined(stage: StageGraph, costs: Costs, num_microbatches: int, in_pairs: bool) -> StageGraph:
     """Return a whole model's parts with those that run several of them at once: see `StageGraph.joined`."""
-    parts = stage.parts.by_name
+    parts, sums = stage.parts.by_name, _sums(stage)
     kept = {*stage.parts.outputs["grad"].values(), *stage.parts.outputs["state"].values()}
+    following = [_of_next(stage)] if in_pairs else []
+    first, later = PAIR if in_pairs else BACKWARD
     joined = {
         FIRST: join([parts["gather"], parts["forward"]], costs),
-        LAST: join([parts["backward"], _sums(stage), parts["reduce"]], costs, kept),
+        first: join([parts["backward"], *following], costs),
+        LAST: join([parts["backward"], sums, parts["reduce"]], costs, kept),
     }
-    if in_pairs:
-        joined[PAIR] = join([parts["backward"], _of_next(stage)], costs)
+    if num_microbatches > 2:
+        joined[later] = join([parts["backward"], sums, *following], costs)
     title = parts["reduce"].gm.meta.get("name", "").rpartition(", ")[0]
     for name, part in joined.items():
         part.gm.meta["name"] = f"{title}, {name}"
@@ -88,15 +91,15 @@ def join(parts: Sequence[Part], costs: Costs, kept: Set[str] | None = None) -> P
     outputs = tuple(Slot(name, "output", layout_of(value(given[name]))) for name in gives)
     made.meta["signature"] = Signature(inputs, outputs)
     orders = [[node for stream in streams for node in stream], interleaved(streams, costs)]
-    if len(apart := [each for stream in streams for each in in_two(stream)]) > len(streams):
-        orders.append(interleaved(apart, costs))
+    if len(in_all := [each for stream in streams for each in apart(stream)]) > len(streams):
+        orders.append(interleaved(in_all, costs))
     put_in_order(min(orders, key=lambda order: seconds_of(made, order, costs)))
     made.recompile()
     return Part(made, tuple(read), tuple(gives))
 
 
 def _sums(stage: StageGraph) -> Part:
-    """Return the part that adds a microbatch's gradients to the sums of the earlier ones."""
+    """Return the part that adds a microbatch's gradients to the sums of the earlier ones, in place."""
     graph, backward = Graph(), stage.parts.by_name["backward"]
     outputs: Any = backward.gm.graph.output_node().args[0]
     sources = dict(zip(backward.gives, outputs, strict=True))
@@ -109,7 +112,7 @@ def _sums(stage: StageGraph) -> Part:
         earlier[name].meta = dict(sources[name].meta)
         if name not in stage.parts.reduced:
             earlier[name].meta["val"] = recast(value(sources[name]), stage.reduce_dtype)
-    sums = [call(graph, terms[name], torch.ops.aten.add.Tensor, earlier[name], terms[name]) for name in terms]
+    sums = [call(graph, terms[name], torch.ops.aten.add_.Tensor, earlier[name], terms[name]) for name in terms]
     graph.output(sums)
     made = GraphModule({}, graph)
     return Part(made, tuple(str(n.target) for n in made.graph.find_nodes(op="placeholder")), tuple(terms))

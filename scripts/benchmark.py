@@ -40,6 +40,7 @@ import torch.multiprocessing as mp
 from torchtitan_graph import device as devices
 from torchtitan_graph.analysis.liveness import input_memory, peak_memory
 from torchtitan_graph.capture.step import make_eager_step
+from torchtitan_graph.capture.traced import TracedResult
 from torchtitan_graph.command import make_parser
 from torchtitan_graph.compiler import Inspection, passes, run_passes
 from torchtitan_graph.config import job
@@ -154,7 +155,7 @@ def build(
     if options.mode == "graph":
         assembly = Assembly(model, family, layout, options)
         graphs = build_graphs(assembly)
-        assert not isinstance(graphs.train, dict), "no layout here has stages"
+        assert isinstance(graphs.train, TracedResult), "no layout here has stages"
         predicted = peak_memory(graphs.train.gm).num_bytes + input_memory(graphs.train.gm)
         steps = bind_graphs(graphs, assembly)
     elif mode == "compile_whole":

@@ -25,6 +25,7 @@ from torchtitan_graph.errors import UserError
 from torchtitan_graph.explorer import PassWatch, Strings, graph_data, page, run_data
 from torchtitan_graph.forecast import forecast
 from torchtitan_graph.log import logger
+from torchtitan_graph.parallel.pipeline import StageGraph
 from torchtitan_graph.plan.ranks import dry_rank
 from torchtitan_graph.run.files import check_result, write_result
 from torchtitan_graph.steps import Graphs, build_graphs
@@ -110,6 +111,9 @@ def _of_training(graphs: Graphs) -> list[Shown]:
             Shown(f"stage {number}", stage.train.gm, [part.gm for part in stage.parts.by_name.values()])
             for number, stage in graphs.train.items()
         ]
+    if isinstance(graphs.train, StageGraph):
+        parts = [part.gm for part in graphs.train.parts.by_name.values()]
+        return [Shown("training step", graphs.train.train.gm, parts)]
     return [Shown("training step", graphs.train.gm, [graphs.train.gm])]
 
 

@@ -40,6 +40,7 @@ from torchtitan_graph.passes.overlap_collectives import overlap_collectives
 from torchtitan_graph.passes.overlap_context import overlap_context
 from torchtitan_graph.passes.overlap_copies import overlap_copies
 from torchtitan_graph.passes.overlap_products import Ring, overlap_products
+from torchtitan_graph.passes.recompute_ahead import recompute_ahead
 from torchtitan_graph.passes.rematerialize import rematerialize
 from torchtitan_graph.passes.rest_on_host import rest_on_host
 from torchtitan_graph.passes.shard_params import shard_params
@@ -135,6 +136,7 @@ def passes(plan: PassPlan, extra: Sequence[Extra] = ()) -> list[Pass]:
         # Without effect unless enabled.
         Pass("overlap_products", partial(overlap_products, ring=plan.ring, costs=plan.costs), exact=False),
         Pass("fill_waits", partial(fill_waits, blocks=plan.blocks, costs=plan.costs, part_of=plan.part_of)),
+        Pass("recompute_ahead", partial(recompute_ahead, costs=plan.costs, part_of=plan.part_of)),
         Pass("overlap_copies", partial(overlap_copies, buckets=plan.buckets)),
         # Without effect unless enabled, except on a GPU with flex attention.
         Pass(

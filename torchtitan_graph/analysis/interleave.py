@@ -5,14 +5,17 @@ Streams are lists of a graph's nodes, each in its own order. One goes on until t
 collective or for the host, then another does; one that is far ahead lets others go on. Time is that of the cost model's
 clock, by shapes alone: all ranks choose the same order, and start their collectives in it. No value changes.
 
-What backward computes again needs nothing of the backward of the layers above it, so it is a stream of its own; it is
-at most one layer ahead of them, lest it fill the memory.
+What backward computes again needs nothing of the backward of the layers above it, so it may run earlier: at most one
+layer, and where there is a limit to memory, only as far as its values fit beside all that runs until they were due.
 """
 
 from __future__ import annotations
 
+import bisect
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
 
 from torch.fx import GraphModule, Node
 
@@ -23,56 +26,133 @@ _LEAD = 0.02  # of its own time, by which a stream may be further than another t
 _BLOCKED, _TOO_EARLY = 1e9, 1e8  # seconds: a node that needs another stream's value; one that would be held for long
 
 
-def apart(nodes: Sequence[Node]) -> list[list[Node]]:
-    """Return backward's nodes in streams: what it computes or gathers again follows the rest, and the reductions, which
-    nothing waits for, are last."""
-    again = [node for node in nodes if _is_again(node)]
-    reduces = [node for node in nodes if meta.role(node) == meta.REDUCE]
-    others = set(again) | set(reduces)
-    return [stream for stream in ([node for node in nodes if node not in others], again, reduces) if stream]
+class Stream(NamedTuple):
+    """Nodes in their order.
+
+    nodes  those that stay in this order
+    early  those that may run earlier: computed again, or gathered again
+    due    of these, how many of `nodes` run before each when none does
+    """
+
+    nodes: Sequence[Node]
+    early: Sequence[Node] = ()
+    due: Sequence[int] = ()
 
 
-def _is_again(node: Node) -> bool:
-    is_gather = meta.role(node) == meta.GATHER and meta.phase(node) == "backward"
-    return is_gather or meta.origin(node) == meta.RECOMPUTED
+def stream_of(nodes: Iterable[Node]) -> Stream:
+    """Return nodes as a stream, with what backward computes and gathers again as `early`."""
+    rest: list[Node] = []
+    early: list[Node] = []
+    due: list[int] = []
+    for node in nodes:
+        if meta.origin(node) == meta.RECOMPUTED or (meta.role(node) == meta.GATHER and meta.phase(node) == "backward"):
+            early.append(node)
+            due.append(len(rest))
+        else:
+            rest.append(node)
+    return Stream(rest, early, due)
 
 
-def interleaved(streams: Sequence[Sequence[Node]], costs: Costs) -> list[Node]:
-    """Return the nodes of all streams in one order. A stream that computes again follows, in `streams`, the one that
-    reads it."""
+class Room:
+    """The limit to memory beside a stream's nodes.
+
+    Args:
+        held: by node the bytes held while it runs when nothing is early.
+        most: by node the bytes that may be.
+        sizes: by node the bytes that it allocates.
+    """
+
+    def __init__(
+        self, stream: Stream, held: Mapping[Node, int], most: Mapping[Node, int], sizes: Mapping[Node, int]
+    ) -> None:
+        self._left = [most[node] - held[node] for node in stream.nodes]
+        self.sizes = [sizes[node] for node in stream.early]
+        self._known: dict[tuple[int, int], int] = {}
+
+    def between(self, begin: int, end: int) -> int:
+        """Return the bytes that may be held more, from one of the stream's nodes to another."""
+        if (begin, end) not in self._known:
+            self._known[begin, end] = min(self._left[begin:end], default=0)
+        return self._known[begin, end]
+
+
+class _Lane:
+    """A stream's nodes, or its early ones, and how far they are."""
+
+    def __init__(self, nodes: Sequence[Node], costs: Costs) -> None:
+        self.nodes, self.place, self.done, self.layer = nodes, 0, 0.0, math.inf
+        self.seconds = [0.0 if costs.link(node) else costs.seconds(node) for node in nodes]
+        self._whole = sum(self.seconds) or 1.0
+
+    @property
+    def next(self) -> Node:
+        return self.nodes[self.place]
+
+    def advance(self) -> Node:
+        node, seconds = self.nodes[self.place], self.seconds[self.place]
+        self.place, self.done, self.layer = self.place + 1, self.done + seconds / self._whole, self.layer_of(node)
+        return node
+
+    def layer_of(self, node: Node) -> float:
+        """Return the number of the layer that a node is of; of others, that of the one before it."""
+        name, *rest = meta.module(node).split(".")
+        is_of_layer = name == "layers" and rest and rest[0].isdigit() and not meta.role(node)
+        return int(rest[0]) if is_of_layer else self.layer
+
+
+def interleaved(
+    streams: Sequence[Stream], costs: Costs, before: Iterable[Node] = (), room: Room | None = None
+) -> list[Node]:
+    """Return the nodes of all streams in one order, which run after the nodes `before`; `room` is the limit to memory
+    beside a single stream."""
     clock, order = Clock(costs), list[Node]()
-    left = [list(reversed(stream)) for stream in streams]
-    pending = {node for stream in streams for node in stream}
-    seconds = {node: 0.0 if costs.link(node) else costs.seconds(node) for node in pending}
-    whole = [sum(seconds[node] for node in stream) or 1.0 for stream in streams]
-    again = [bool(stream) and _is_again(stream[0]) for stream in streams]
-    done, layer, now = [0.0] * len(streams), [math.inf] * len(streams), 0
+    for node in before:
+        clock.advance(node)
+    pending = {node for stream in streams for node in (*stream.nodes, *stream.early)}
+    lanes: list[_Lane] = []
+    may_run: list[Callable[[], bool]] = []
+    for stream in streams:
+        rest, early = _Lane(stream.nodes, costs), _Lane(stream.early, costs)
+        lanes += [rest, early]
+        may_run += [partial(_all_due_ran, stream, rest, early), partial(_in_time, stream, rest, early, room)]
 
     def stall(k: int) -> float:
-        node = left[k][-1]
+        node = lanes[k].next
         if not pending.isdisjoint(node.all_input_nodes):
             return _BLOCKED
-        is_early = again[k] and left[k - 1] and _layer(node, layer[k]) < layer[k - 1] - 1
-        return max(clock.stall(node), _TOO_EARLY if is_early else 0.0)
+        return clock.stall(node) if may_run[k]() else _TOO_EARLY
 
+    now = 0
     while pending:
-        stalls = {k: stall(k) for k, stream in enumerate(left) if stream}
+        stalls = {k: stall(k) for k, lane in enumerate(lanes) if lane.place < len(lane.nodes)}
         if stalls.get(now, 1.0) > 0:
             now = min(stalls, key=lambda k: (stalls[k], k != now))
         else:
-            behind = [k for k, of_stream in stalls.items() if not of_stream and done[k] < done[now] - _LEAD]
-            now = min(behind, key=done.__getitem__, default=now)
-        node = left[now].pop()
+            behind = [k for k, seconds in stalls.items() if not seconds and lanes[k].done < lanes[now].done - _LEAD]
+            now = min(behind, key=lambda k: lanes[k].done, default=now)
+        node = lanes[now].advance()
         clock.advance(node)
-        done[now], layer[now] = done[now] + seconds[node] / whole[now], _layer(node, layer[now])
         pending.discard(node)
         order.append(node)
     return order
 
 
-def _layer(node: Node, otherwise: float) -> float:
-    name, *rest = meta.module(node).split(".")
-    return int(rest[0]) if name == "layers" and rest and rest[0].isdigit() and not meta.role(node) else otherwise
+def _all_due_ran(stream: Stream, rest: _Lane, early: _Lane) -> bool:
+    """Return whether all that is due before the next node has run: it is never late."""
+    return early.place >= bisect.bisect_right(stream.due, rest.place)
+
+
+def _in_time(stream: Stream, rest: _Lane, early: _Lane, room: Room | None) -> bool:
+    """Return whether the next early node is not too early."""
+    due = stream.due[early.place]
+    if due <= rest.place:
+        return True
+    if rest.layer - early.layer_of(early.next) > 1:
+        return False
+    if room is None:
+        return True
+    first = bisect.bisect_right(stream.due, rest.place)  # of those that are early and still held
+    return sum(room.sizes[first : early.place + 1]) <= room.between(rest.place, due)
 
 
 def seconds_of(gm: GraphModule, order: Iterable[Node], costs: Costs) -> float:

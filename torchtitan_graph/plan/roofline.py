@@ -151,6 +151,12 @@ def roofline(config: JobConfig, world_size: int, rates: Rates) -> Roofline:
             f"parallelism.pipeline_parallel_degree = {degree}: a roofline is of a step that one rank computes alone; "
             "leave it at 1, or let python -m torchtitan_graph.plan forecast the pipeline"
         )
+    for key in ("fsdp_once_a_step", "overlap_microbatches"):
+        if (value := getattr(config.parallelism, key)) not in ("none", False):
+            raise UserError(
+                f"parallelism.{key} = {value}: a roofline is of a microbatch that is computed alone; leave it"
+                " out, or let python -m torchtitan_graph.plan forecast the step"
+            )
     if (name := config.optimizer.name) not in _KNOWN:
         raise UserError(
             f"optimizer.name = {name!r}: what it reads, writes and computes is not known here; a roofline knows "

@@ -9,7 +9,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from torchtitan_graph.analysis.cost import Costs
-from torchtitan_graph.analysis.interleave import apart, interleaved, seconds_of
+from torchtitan_graph.analysis.interleave import Stream, interleaved, seconds_of, stream_of
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.edit import call, copy_node, put_in_order, recast, value
 from torchtitan_graph.graph.signature import Signature, Slot, inputs_of, layout_of
@@ -90,9 +90,11 @@ def join(parts: Sequence[Part], costs: Costs, kept: Set[str] | None = None) -> P
     inputs = tuple(Slot(name, "input", layout_of(value(node))) for name, node in read.items())
     outputs = tuple(Slot(name, "output", layout_of(value(given[name]))) for name in gives)
     made.meta["signature"] = Signature(inputs, outputs)
-    orders = [[node for stream in streams for node in stream], interleaved(streams, costs)]
-    if len(in_all := [each for stream in streams for each in apart(stream)]) > len(streams):
-        orders.append(interleaved(in_all, costs))
+    orders = [
+        [node for stream in streams for node in stream],
+        interleaved([Stream(stream) for stream in streams], costs),
+        interleaved([stream_of(stream) for stream in streams], costs),
+    ]
     put_in_order(min(orders, key=lambda order: seconds_of(made, order, costs)))
     made.recompile()
     return Part(made, tuple(read), tuple(gives))

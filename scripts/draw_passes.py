@@ -37,6 +37,9 @@ CELLS = {
     "overlap_collectives": dataclasses.replace(FSDP2, changes=(("num_layers", 2),)),
     "overlap_products": dataclasses.replace(FSDP2, dims=ParallelDims(tp=2), async_tp=True),
     "fill_waits": dataclasses.replace(FSDP2, dims=ParallelDims(tp=2), changes=(("num_layers", 2),)),
+    "recompute_ahead": dataclasses.replace(
+        FSDP2, dims=ParallelDims(tp=2), changes=(("num_layers", 3),), recompute=Recompute(every=1)
+    ),
     "tag_recomputation": dataclasses.replace(FSDP2, recompute=Recompute(every=1)),
 }
 MOST = 8  # changed nodes in a drawing
@@ -123,7 +126,7 @@ def drawing(before: Shown, after: Shown) -> str:
     if not changed:
         return "In the graph of this page's example there is nothing for it to do.\n"
     moved = sorted(text for _, text in before.values()) == sorted(text for _, text in after.values())
-    chosen = _first_messages(before) if moved else _near(changed, before, after)
+    chosen = _where_it_stood(changed[0], before, after) if moved else _near(changed, before, after)
     numbers = {name: i for i, name in enumerate((n for n in before | after if n in chosen), start=1)}
     pictures = [_mermaid(each, numbers, changed, new, moved) for each, new in ((before, False), (after, True))]
     words = "An example; a node has the same number in both drawings"
@@ -158,11 +161,14 @@ def _near(changed: list[str], before: Shown, after: Shown) -> set[str]:
     return {*chosen, *list(around)[:AROUND]}
 
 
-def _first_messages(before: Shown) -> set[str]:
-    """Return the first two waits whose nodes move, their collectives, and the nodes that read the results."""
-    waits = [node for node, _ in before.values() if "wait_tensor" in str(node.target)][:2]
-    found = {n.name for wait in waits for n in (wait, *wait.all_input_nodes, *list(wait.users)[:1])}
-    return found | {n.name for wait in waits for user in list(wait.users)[:1] for n in list(user.users)[:1]}
+def _where_it_stood(name: str, before: Shown, after: Shown) -> set[str]:
+    """Return a node that moved, and those beside it in both orders."""
+    found: set[str] = set()
+    for each in (before, after):
+        names = list(each)
+        place = names.index(name)
+        found.update(names[max(0, place - MOST // 4) : place + MOST // 2])
+    return found
 
 
 def _mermaid(each: Shown, numbers: dict[str, int], changed: list[str], new: bool, moved: bool) -> str:

@@ -121,12 +121,14 @@ class Costs:
 
     visible  by block the fraction of all pairs of positions that its mask allows, where it is known
     factor   of a node's seconds, where a rank has more to do than a graph shows
+    known    the work of nodes, kept where orders of the same nodes are compared; None: computed each time
     """
 
     rates: Rates = RATES["CPU"]
     links: Mapping[str, Link] = field(default_factory=dict)
     visible: Mapping[str, float] = field(default_factory=dict)
     factor: Callable[[Node], float] = field(default=lambda node: 1.0, kw_only=True)
+    known: dict[Node, Sequence[Work]] | None = field(default=None, kw_only=True, compare=False, repr=False)
 
     def seconds(self, node: Node) -> float:
         """Return a node's seconds; for a collective or a copy to or from the host, on its own stream."""
@@ -141,7 +143,12 @@ class Costs:
 
     def works(self, node: Node) -> Sequence[Work]:
         """Return the work of a node's kernels: none for views and collectives, several for a compiled region."""
-        return meta.works(node) if meta.region(node) else works_of(node, self.visible)
+        if self.known is not None and node in self.known:
+            return self.known[node]
+        works = meta.works(node) if meta.region(node) else works_of(node, self.visible)
+        if self.known is not None:
+            self.known[node] = works
+        return works
 
     def kernel(self, work: Work) -> float:
         """Return a kernel's seconds."""
@@ -358,7 +365,8 @@ class Clock:
             self._host += self.costs.rates.launch * len(works)
             if works:
                 self.now = max(self.now, self._host)
-                seconds, kernels = self.costs.computing(node), [self.costs.kernel(work) for work in works]
+                kernels = [self.costs.kernel(work) for work in works]
+                seconds = sum(kernels) * self.costs.factor(node)
                 self.now += seconds
                 for work, part in zip(works, kernels, strict=True):
                     self.computed[work.kind] += part * seconds / (sum(kernels) or 1.0)

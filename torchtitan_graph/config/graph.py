@@ -6,7 +6,7 @@ from torchtitan_graph.config.job import ROW_MULTIPLE, JobConfig, Problem, get, i
 
 _PP = "parallelism.pipeline_parallel_degree"
 _ASYNC_TP = "parallelism.enable_async_tensor_parallel"
-_ONCE = "parallelism.fsdp_once_a_step"
+_ONCE, _PAIRS = "parallelism.fsdp_once_a_step", "parallelism.overlap_microbatches"
 _BUDGET = "activation_checkpoint.memory_budget"
 _OF_TRACING = ("debug.verify_passes", "debug.dump_graphs", "debug.stack_traces")
 _OF_THE_GRAPH = (*_OF_TRACING, "compile.record_call_hierarchy", "compile.disable_passes", "compile.extra_passes")
@@ -24,6 +24,7 @@ _NEED_A_GRAPH = {
     "compile.precompiled": (None, "is read from a folder"),
     _ASYNC_TP: (None, "can have its products cut"),
     _ONCE: ("auto", "has a forecast of its memory to choose by"),
+    _PAIRS: (None, "runs two microbatches side by side"),
     _PP: (None, "can be cut into a pipeline's stages"),
 }
 # The passes that an option needs: those that write its tags, and the one that acts on them.
@@ -44,7 +45,16 @@ def problems(config: JobConfig) -> Iterator[Problem]:
                 yield Problem(key, f"only a graph {does}; use compile.mode = graph, or leave this out")
         if config.comm.mode == "fake_backend":  # set by commands too
             yield Problem("compile.mode", "a dry run reads what a step needs from its graph; use compile.mode = graph")
-    checks = (_codegen, _precompiled, _dynamo, _lengths, _async_tensor_parallel, _once, _cuda_graphs, _optimizer)
+    checks = (
+        _codegen,
+        _precompiled,
+        _dynamo,
+        _lengths,
+        _async_tensor_parallel,
+        _accumulation,
+        _cuda_graphs,
+        _optimizer,
+    )
     for check in (*checks, _budget):
         yield from check(config)
 
@@ -137,13 +147,15 @@ def _async_tensor_parallel(config: JobConfig) -> Iterator[Problem]:
         )
 
 
-def _once(config: JobConfig) -> Iterator[Problem]:
-    """Yield what is not done once a step, or not chosen by itself."""
-    degrees, which = config.parallelism, config.parallelism.fsdp_once_a_step
-    if which == "none":
-        return
+def _accumulation(config: JobConfig) -> Iterator[Problem]:
+    """Yield what a step that microbatches share does not go together with."""
+    degrees, options = config.parallelism, config.compile
+    which, pairs = degrees.fsdp_once_a_step, degrees.overlap_microbatches
     if degrees.pipeline_parallel_degree > 1:
-        yield Problem(_ONCE, "a pipeline's stages reduce all gradients once a step in any case; leave it out")
+        if which != "none":
+            yield Problem(_ONCE, "a pipeline's stages reduce all gradients once a step in any case; leave it out")
+        if pairs:
+            yield Problem(_PAIRS, "a pipeline's schedule says what runs when; set it to false")
         return
     if which == "experts" and degrees.expert_parallel_degree == 1:
         yield Problem(
@@ -151,22 +163,34 @@ def _once(config: JobConfig) -> Iterator[Problem]:
             "the experts' weights are with their layer's while parallelism.expert_parallel_degree is 1; use all, or a"
             " higher degree",
         )
-    if config.compile.mode == "graph":
-        one_length, options = "the parts of a step have one length; set it to false", config.compile
-        is_auto = which == "auto"
+    if options.mode == "eager" or (which == "none" and not pairs):
+        return
+    option, off = (f"{_ONCE} = {which}", "none") if which != "none" else (f"{_PAIRS} = true", "false")
+    copies = "what is on the host would be copied in each part; leave it out"
+    yield from _not_with(
+        option,
+        off,
+        (
+            "training.dynamic_seq_len",
+            config.training.dynamic_seq_len,
+            "the parts of a step have one length; set it to false",
+        ),
+        ("training.enable_cpu_offload", config.training.enable_cpu_offload, copies),
+        ("activation_checkpoint.offload", bool(config.activation_checkpoint.offload), copies),
+        ("compile.cuda_graphs", options.cuda_graphs, "parts of a step are not recorded; set it to false"),
+    )
+    if which == "auto":
         yield from _not_with(
-            f"{_ONCE} = {which}",
-            "none",
-            ("training.dynamic_seq_len", config.training.dynamic_seq_len, one_length),
-            ("compile.cuda_graphs", options.cuda_graphs, "parts of a step are not recorded; set it to false"),
+            f"{_ONCE} = auto",
+            "all, experts or none",
             (
                 "compile.precompiled",
-                is_auto and options.precompiled is not None,
+                options.precompiled is not None,
                 "the memory of the machine that precompiles would choose; leave it out",
             ),
             (
                 f"{_BUDGET}_gib",
-                is_auto and config.activation_checkpoint.memory_budget_gib is not None,
+                config.activation_checkpoint.memory_budget_gib is not None,
                 "both choose by the memory that is left; remove it",
             ),
         )

@@ -105,14 +105,14 @@ class Stage:
 
     def backward(self, i: int) -> None:
         """Run backward on microbatch `i` of a whole model, and add its gradients to the sums."""
-        held = self._held.pop(i)
-        self._take_sums(i, self._call(BACKWARD[i > 0], held | self._earlier()), held)
+        held = self._held.pop(i) | self._earlier()  # which the call empties
+        self._take_sums(i, self._call(BACKWARD[i > 0], held), held)
 
     def pair(self, i: int, following: Inputs) -> None:
         """Do so beside forward on the next microbatch."""
         theirs = self._given(*following())
-        held = self._held.pop(i) | {NEXT + name: x for name, x in theirs.items()}
-        given = self._call(PAIR[i > 0], held | self._earlier())
+        held = self._held.pop(i) | {NEXT + name: x for name, x in theirs.items()} | self._earlier()
+        given = self._call(PAIR[i > 0], held)
         names = [name for name in given if name.startswith(NEXT)]
         self._hold(i + 1, theirs, {name.removeprefix(NEXT): given.pop(name) for name in names})
         self._take_sums(i, given, held)

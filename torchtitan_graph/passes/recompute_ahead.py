@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 from torch.fx import GraphModule, Node
@@ -28,6 +29,7 @@ def recompute_ahead(gm: GraphModule, costs: Costs, part_of: Callable[[Node], str
     before, stream = nodes[:begin], stream_of(nodes[begin:])
     if not stream.early or not any(costs.link(node) for node in nodes):
         return gm
+    costs = dataclasses.replace(costs, known={})
     held, memories = held_memory(gm, size_of, part_of), Memories(gm)
     bound = peaks(held, part_of)
     sizes = {node: sum(map(size_of, memories.taken(node))) + scratch_of(node) for node in stream.early}

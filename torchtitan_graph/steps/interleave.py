@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
@@ -90,6 +91,7 @@ def join(parts: Sequence[Part], costs: Costs, kept: Set[str] | None = None) -> P
     inputs = tuple(Slot(name, "input", layout_of(value(node))) for name, node in read.items())
     outputs = tuple(Slot(name, "output", layout_of(value(given[name]))) for name in gives)
     made.meta["signature"] = Signature(inputs, outputs)
+    costs = dataclasses.replace(costs, known={})
     orders = [
         [node for stream in streams for node in stream],
         interleaved([Stream(stream) for stream in streams], costs),

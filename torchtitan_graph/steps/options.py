@@ -209,8 +209,7 @@ def step_options(config: JobConfig, model: Decoder, num_microbatches: int, targe
         offload=_offload(config, model, pipeline, target),
         cpu_offload=_cpu_offload(config, target),
         pipeline=pipeline,
-        once=config.parallelism.fsdp_once_a_step if num_microbatches > 1 else NONE,
-        pairs=config.parallelism.overlap_microbatches and num_microbatches > 1,
+        **_shared(config, num_microbatches),
         recorders=_recorders(config, target),
         float8=plan_float8(config, model, target),
         fused=_fused(config),
@@ -264,6 +263,18 @@ def _recorders(config: JobConfig, target: Target) -> Recorders | None:
     if not target.is_gpu:
         raise UserError("compile.cuda_graphs = true: needs a GPU, and this process computes on cpu; set it to false")
     return Recorders(CudaRecorder) if target.runs else None
+
+
+def _shared(config: JobConfig, num_microbatches: int) -> dict[str, Any]:
+    """Return what the microbatches of a whole model share, as options."""
+    once, pairs = config.parallelism.fsdp_once_a_step, config.parallelism.overlap_microbatches
+    if num_microbatches == 1 and (once != NONE or pairs):
+        logger.warning(
+            f"parallelism.fsdp_once_a_step = {once}, overlap_microbatches = {str(pairs).lower()}: a step has one"
+            " microbatch, so nothing changes; raise training.global_batch_size for more"
+        )
+        return {}
+    return {"once": once, "pairs": pairs}
 
 
 def _pipeline(config: JobConfig, model: Decoder, num_microbatches: int) -> Schedule | None:

@@ -135,6 +135,25 @@ def test_what_a_loss_of_the_users_own_does_not_go_with_is_named(option: str, wor
     assert words in line
 
 
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ("fsdp_once_a_step all --parallelism.pipeline_parallel_degree 2", "in any case; leave it out"),
+        ("overlap_microbatches --parallelism.pipeline_parallel_degree 2", "a pipeline's schedule says what runs when"),
+        ("fsdp_once_a_step experts", "expert_parallel_degree is 1; use all, or a higher degree"),
+        ("fsdp_once_a_step auto --compile.mode eager", "only a graph has a forecast of its memory to choose by"),
+        ("overlap_microbatches --compile.mode eager", "only a graph runs two microbatches side by side"),
+        ("overlap_microbatches --compile.cuda_graphs", "cuda_graphs = true: not with parallelism.overlap_microbatches"),
+        ("fsdp_once_a_step all --training.dynamic_seq_len", "not with parallelism.fsdp_once_a_step = all: the parts"),
+        ("fsdp_once_a_step all --training.enable_cpu_offload", "what is on the host would be copied in each part"),
+        ("fsdp_once_a_step auto --compile.precompiled x", "not with parallelism.fsdp_once_a_step = auto: the memory"),
+        ("fsdp_once_a_step sum", "must be one of none, experts, all, auto"),
+    ],
+)
+def test_what_microbatches_can_not_share_is_named(option: str, words: str) -> None:
+    assert any(words in problem for problem in problems(f"--parallelism.{option}", 2))
+
+
 def test_a_dry_run_has_no_numbers_to_verify_passes_on() -> None:
     assert "nothing" in problems("--debug.verify_passes --comm.mode fake_backend", 4)[0]
     assert check(load(["--debug.verify_passes"]), 4) == []

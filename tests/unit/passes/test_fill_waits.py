@@ -23,7 +23,7 @@ from torchtitan_graph.parallel.layout import Layout
 from torchtitan_graph.parallel.storage import Precision
 from torchtitan_graph.passes.fill_waits import fill_waits
 from torchtitan_graph.rates import RATES
-from torchtitan_graph.runtime.partition import part_of
+from torchtitan_graph.runtime.partition import Once, part_of
 from torchtitan_graph.steps import Assembly, StepOptions, build_graphs
 from torchtitan_graph.torch_private.fake import FakeTensorMode
 
@@ -101,7 +101,7 @@ N = 64
         (N, 5, in_one_part, True),
         (N, 4, in_one_part, False),
         (8 * N, 5, in_one_part, False),
-        (N, 5, partial(part_of, gather_once=True), False),
+        (N, 5, partial(part_of, once=Once()), False),
     ],
     ids=["", "beside what is sent", "wide", "in a part of its own"],
 )

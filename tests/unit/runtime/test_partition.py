@@ -9,7 +9,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.edit import is_view
 from torchtitan_graph.graph.signature import Signature, Slot, layout_of
-from torchtitan_graph.runtime.partition import Parts, partition
+from torchtitan_graph.runtime.partition import NONE, Once, Parts, partition
 from torchtitan_graph.torch_private.fake import FakeTensorMode
 
 INPUTS = {"shard": "param", "x": "input", "dy": "input"}
@@ -56,7 +56,8 @@ def run(parts: Parts, given: list[Tensor]) -> dict[str, Tensor]:
 @pytest.mark.parametrize("gather_once", [False, True])
 def test_parts_are_the_graph(gather_once: bool, split_backward: bool) -> None:
     gm, given = traced(), [torch.randn(5, 3), torch.randn(4, 3), torch.randn(4, 5)]
-    parts = partition(gm, gather_once=gather_once, split_backward=split_backward)
+    once = Once() if gather_once else Once(gather=NONE)
+    parts = partition(gm, once=once, split_backward=split_backward)
     values = run(parts, given)
     names = [parts.outputs[kind][name] for name, kind in OUTPUTS.items()]
     assert all(torch.equal(values[name], x) for name, x in zip(names, gm(*given), strict=True))
@@ -67,7 +68,7 @@ def test_parts_are_the_graph(gather_once: bool, split_backward: bool) -> None:
 
 
 def test_forward_knows_nothing_of_the_gradient_that_comes_later_and_the_input_s_nothing_of_the_weights() -> None:
-    parts = partition(traced(), gather_once=True, split_backward=True).by_name
+    parts = partition(traced(), once=Once(), split_backward=True).by_name
     assert "dy_1" not in parts["forward"].reads
     products = {name: len(part.gm.graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default))
                 for name, part in parts.items()}  # fmt: skip
@@ -78,14 +79,23 @@ def test_a_view_of_a_weight_is_made_again_where_it_is_read() -> None:
     """Kept from forward to backward it would hold the whole weight."""
     gm = traced()
     views = {node.name for node in gm.graph.nodes if is_view(node)}
-    parts = partition(gm, gather_once=True, split_backward=False).by_name
+    parts = partition(gm, once=Once(), split_backward=False).by_name
     assert views and all(views.isdisjoint((*part.reads, *part.gives)) for part in parts.values())
 
 
 def test_what_is_written_on_a_part_is_on_it_alone() -> None:
     gm = traced()
-    parts = partition(gm, gather_once=True, split_backward=True).by_name
+    parts = partition(gm, once=Once(), split_backward=True).by_name
     for part in parts.values():
         for node in part.gm.graph.nodes:
             node.meta.setdefault("custom", {})["mine"] = 1
     assert not any("mine" in node.meta.get("custom", {}) for node in gm.graph.nodes)
+
+
+def test_what_is_not_done_once_is_in_forward_and_backward_and_then_summed() -> None:
+    gm, given = traced(), [torch.randn(5, 3), torch.randn(4, 3), torch.randn(4, 5)]
+    parts = partition(gm, once=Once(NONE, NONE), split_backward=False)
+    for name in ("gather", "reduce"):
+        assert {node.op for node in parts.by_name[name].gm.graph.nodes} <= {"placeholder", "output"}, "nothing"
+    assert parts.sums == ("mul_2",) and parts.reduced == {"mul_2"}, "each microbatch's, reduced"
+    assert torch.equal(run(parts, given)["mul_2"], gm(*given)[2])

@@ -7,11 +7,15 @@ import functools
 import sys
 from collections.abc import Sequence
 
+from torchtitan_graph.analysis.liveness import held_memory, size_of
 from torchtitan_graph.blueprint import Blueprint
+from torchtitan_graph.capture.traced import TracedResult
 from torchtitan_graph.config import JobConfig
 from torchtitan_graph.config.dump import dump_changes
 from torchtitan_graph.device import GIB, Target
 from torchtitan_graph.errors import UserError
+from torchtitan_graph.forecast import STEP
+from torchtitan_graph.graph import meta
 from torchtitan_graph.log import logger
 from torchtitan_graph.models.spec import plan_of
 from torchtitan_graph.parallel.layout import PP
@@ -22,6 +26,7 @@ from torchtitan_graph.plan.ranks import build
 from torchtitan_graph.plan.search import VARIED, Figures, Found, JobCandidate, Search
 from torchtitan_graph.plan.simulate import JobForecast, by_rates, simulate
 from torchtitan_graph.rates import Rates
+from torchtitan_graph.steps.budget import EARLIER
 
 _SHOWN = 10  # losing candidates listed for each reason
 
@@ -50,7 +55,24 @@ def figures(plan: JobForecast) -> Figures:
         "sums of gradients": step.sums,
         "the optimizer": step.optimizer,
     }
-    return Figures(step.seconds, max(plan.needs), {name: s for name, s in parts.items() if s})
+    return Figures(step.seconds, max(plan.needs), {name: s for name, s in parts.items() if s}, _places(plan))
+
+
+def _places(plan: JobForecast) -> dict[str, float]:
+    """Return the most bytes of a rank by the module that runs in forward, which grow evenly with the layers. Collectives
+    of backward start as early as the peak of the whole step allows. None of a pipeline, which is built whole."""
+    train, forecast = plan.rank.graphs.train, plan.rank.forecast
+    if not isinstance(train, TracedResult) or (EARLIER not in forecast.held and plan.job.options.num_microbatches > 1):
+        return {}  # the peak is evaluation's
+    rest, last = max(plan.needs) - forecast.held[STEP], len(plan.rank.visible) - 1
+    found: dict[str, float] = {}
+    for node, held in held_memory(train.gm, size_of).items():
+        name, number, *_ = f"{meta.module(node)}..".split(".")
+        in_forward = name and not meta.role(node) and meta.phase(node) == "forward"
+        if in_forward and (name != "layers" or number in ("0", str(last))):
+            place = "last layer" if (name, number) == ("layers", str(last)) else f"{name} {number}"
+            found[place] = max(found.get(place, 0.0), rest + held)
+    return found
 
 
 def search(

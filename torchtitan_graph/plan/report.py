@@ -24,11 +24,18 @@ _INSTEAD = {
     _STAGES: ("more microbatches, or another parallelism.pipeline_parallel_schedule", "pp,schedule,rows"),
     PP: ("a lower parallelism.pipeline_parallel_degree", "pp,schedule,rows"),
     FSDP: (f"{_FEWER_GATHERS}, or a higher parallelism.data_parallel_replicate_degree", "dp_replicate,rows,reshard"),
-    EXPERT_FSDP: (f"{_FEWER_GATHERS}, or a higher parallelism.expert_parallel_degree", "ep,tp,rows,reshard"),
+    EXPERT_FSDP: (
+        "parallelism.fsdp_once_a_step, if a step has several microbatches, or a higher"
+        " parallelism.expert_parallel_degree",
+        "ep,tp,rows,reshard,once",
+    ),
     DP_REPLICATE: ("a larger training.global_batch_size, so that gradients are summed for more rows", DP_REPLICATE),
     TP: ("a lower parallelism.tensor_parallel_degree", "tp,rows"),
     CP: ("a lower parallelism.context_parallel_degree", "cp,rows"),
-    EP: ("a lower parallelism.expert_parallel_degree, at best within a machine", "ep,rows"),
+    EP: (
+        "parallelism.overlap_microbatches, or a lower parallelism.expert_parallel_degree, at best within a machine",
+        "ep,rows,pairs",
+    ),
     EXPERT_TP: ("a lower parallelism.expert_tensor_parallel_degree", "ep,rows"),
 }
 

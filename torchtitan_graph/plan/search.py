@@ -5,9 +5,10 @@ The trainer decides which candidates are legal: each is a configuration that goe
 step's time, memory and communication are linear in the number of periods of alike layers, so a candidate is built with
 few layers, twice, and extrapolated to the whole depth; a pipeline, whose stages are short, is built whole. Three things
 are never slower, or never smaller, than their neighbours, and so need not be built: if the leanest way to compute some
-rows does not fit, more rows don't; less recomputation is not slower, nor is keeping gathered weights. The place of the
-peak may change with depth, so a peak just above the limit is not extrapolated. The best is built whole too, and ranked
-by that: the winner's figures are never extrapolated.
+rows does not fit, more rows don't; less recomputation is not slower, nor is keeping gathered weights. The peak is
+extrapolated place by place, for the place that has most changes with depth; one that is close to the limit is not
+extrapolated. The three leading candidates are built whole too, and ranked by that; in place of one that then does not
+fit, its siblings are tried. Last come the leading candidates whose microbatches share work, built whole.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torchtitan_graph.errors import UserError
 from torchtitan_graph.parallel.layout import CP, DP_REPLICATE, DP_SHARD, EP, PP, TP
 from torchtitan_graph.parallel.recompute import Policy, fixed_policies
 from torchtitan_graph.parallel.schedule import SCHEDULES
+from torchtitan_graph.parallel.storage import ALL, EXPERTS, NONE
 
 _PP, _REPLICATE = "parallelism.pipeline_parallel_degree", "parallelism.data_parallel_replicate_degree"
 _SHARD, _CP = "parallelism.data_parallel_shard_degree", "parallelism.context_parallel_degree"
@@ -32,6 +34,7 @@ _TP, _EP = "parallelism.tensor_parallel_degree", "parallelism.expert_parallel_de
 _SCHEDULE, _ROWS = "parallelism.pipeline_parallel_schedule", "training.local_batch_size"
 _STAGE_ROWS = "parallelism.pipeline_parallel_microbatch_size"
 _RESHARD = "parallelism.fsdp_reshard_after_forward"
+_ONCE, _PAIRS = "parallelism.fsdp_once_a_step", "parallelism.overlap_microbatches"
 _MODE, _OPTION = "activation_checkpoint.mode", "activation_checkpoint.selective_ac_option"
 
 SHORT = {
@@ -45,12 +48,15 @@ SHORT = {
     _STAGE_ROWS: "rows",
     _ROWS: "rows",
     _RESHARD: "reshard",
+    _ONCE: "once",
+    _PAIRS: "pairs",
 }
 AXES = (DP_REPLICATE, TP, CP, PP, EP)
-VARIED = (*AXES, "schedule", "rows", "recompute", "reshard")
+VARIED = (*AXES, "schedule", "rows", "recompute", "reshard", "once", "pairs")
 
-_CLOSE = 1.05  # a candidate that seems to need up to so much more than the limit is built whole
+_CLOSE = 0.25  # a candidate that seems to need up to so much more or less than the limit is built whole
 _RESHARDS = ("never", "default", "always")
+_LEADING = 3  # candidates whose microbatches are tried sharing work too
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,17 +66,24 @@ class Figures:
     step_s   seconds of an optimizer step
     peak     bytes of the rank that needs most
     parts    seconds of the step by purpose: arithmetic, exposed communication by axis, bubble, optimizer, ...
+    places   the most bytes by the place in the step, such as forward of the last layer; none: not known
     """
 
     step_s: float
     peak: float
     parts: Mapping[str, float]
+    places: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def at(self, other: Figures, x: float) -> Figures:
-        """Return the figures on the line between these, at 0, and others, at 1."""
+        """Return the figures on the line between these, at 0, and others, at 1. The peak is that of the place which
+        has most there: another one than here, where what layers keep outgrows the loss."""
         names = dict.fromkeys([*self.parts, *other.parts])
         parts = {n: _line(self.parts.get(n, 0.0), other.parts.get(n, 0.0), x) for n in names}
-        return Figures(_line(self.step_s, other.step_s, x), _line(self.peak, other.peak, x), parts)
+        places = {
+            place: _line(size, other.places[place], x) for place, size in self.places.items() if place in other.places
+        }
+        peak = max([_line(self.peak, other.peak, x), *places.values()])
+        return Figures(_line(self.step_s, other.step_s, x), peak, parts, places)
 
 
 def _line(a: float, b: float, x: float) -> float:
@@ -90,10 +103,11 @@ class JobCandidate:
     figures: Figures | None = None
     why: str = ""
     whole: bool = False  # its figures are of all layers, not extrapolated
+    next: Sequence[Settings] = ()  # ways that are slower and need less, from the fastest on
 
     def __str__(self) -> str:
         given = [(SHORT[key], value) for key, value in self.settings.items() if key in SHORT]
-        shown = {name: value for name, value in given if value != 1 or name == "rows"}
+        shown = {name: value for name, value in given if value not in (1, NONE) or name == "rows"}
         if _STAGE_ROWS in self.settings:
             shown["rows"] = self.settings[_STAGE_ROWS]
         elif self.settings.get(_PP, 1) == 1:
@@ -214,7 +228,9 @@ class Search:
         found: list[JobCandidate] = []
         for of in degrees(self.world_size, self.num_near, self.has_experts, self.fixed):
             found += self._with_degrees(of)
-        fitting = self._check_best([each for each in found if each.figures and not each.why])
+        fitting = self._check_leading([each for each in found if each.figures and not each.why], found)
+        found += (shared := self._sharing(fitting[:_LEADING]))
+        fitting = self._check_leading([*fitting, *(each for each in shared if not each.why)], found)
         others = [each for each in found if each not in fitting]
         if not fitting:
             raise UserError(self._why_none(others))
@@ -253,22 +269,40 @@ class Search:
     def _with_rows(self, base: dict[str, Any]) -> list[JobCandidate]:
         """Return the ways to compute some rows, judged from the fastest on; stop where no slower one can be better."""
         found: list[JobCandidate] = []
-        for of_policy in ways(base, self.fixed):
+        by_policy = ways(base, self.fixed)
+        all_ways = [way for of_policy in by_policy for way in of_policy]
+        for of_policy in by_policy:
             for way in of_policy:
                 found.append(self._judge({**base, **way}))
                 if found[-1].why.startswith("illegal"):
                     return found
                 if not found[-1].why:
+                    later = all_ways[1 + next(i for i, each in enumerate(all_ways) if each is way) :]
+                    found[-1].next = [{**base, **each} for each in later]
                     break  # the next ones free weights sooner, and gather them again
             if way is of_policy[0] and not found[-1].why:
                 break  # the next ones recompute more, and free no later
         return found
 
-    def _judge(self, settings: dict[str, Any]) -> JobCandidate:
+    def _sharing(self, leading: Sequence[JobCandidate]) -> list[JobCandidate]:
+        """Return the leading candidates with what their microbatches can share, judged; these are built whole."""
+        found: list[JobCandidate] = []
+        for each in leading:
+            of = each.settings
+            if of[_PP] > 1 or self.rows // (of[_REPLICATE] * of[_SHARD] * of[_ROWS]) == 1:
+                continue
+            onces = [NONE, *([EXPERTS] if of[_EP] > 1 else []), ALL] if _ONCE not in self.fixed else [self.fixed[_ONCE]]
+            pairs = [False, True] if _PAIRS not in self.fixed else [self.fixed[_PAIRS]]
+            for way in ({_ONCE: once, _PAIRS: in_pairs} for once in onces for in_pairs in pairs):
+                if any(get(self.config, key) != value for key, value in way.items()):
+                    found.append(self._judge({**of, **way}, is_whole=True))
+        return found
+
+    def _judge(self, settings: dict[str, Any], is_whole: bool = False) -> JobCandidate:
         """Return a candidate with its forecast, or why it is out."""
         each = JobCandidate(settings)
         config = self.configured(settings)
-        is_whole = self.depths is None or settings[_PP] > 1
+        is_whole = is_whole or self.depths is None or settings[_PP] > 1
         try:
             check(config, self.world_size)
             if is_whole:
@@ -277,7 +311,7 @@ class Search:
                 assert self.depths is not None
                 few, more, x = self.depths
                 each.figures = self.forecast(config, few).at(self.forecast(config, more), x)
-                if self.memory < each.figures.peak < self.memory * _CLOSE:
+                if abs(each.figures.peak / self.memory - 1) < _CLOSE:
                     each.figures, each.whole = self.forecast(config, None), True
         except UserError as error:
             first, *problems = str(error).splitlines()
@@ -301,18 +335,28 @@ class Search:
             needs, has = each.figures.peak / 2**30, self.memory / 2**30
             each.why = f"does not fit: needs {needs:.4g} GiB of {has:.4g}"
 
-    def _check_best(self, fitting: list[JobCandidate]) -> list[JobCandidate]:
-        """Return the candidates sorted by time; the first is built whole until it stays the first."""
+    def _check_leading(self, fitting: list[JobCandidate], found: list[JobCandidate]) -> list[JobCandidate]:
+        """Return the candidates sorted by time, the leading ones built whole. In place of one that then does not fit
+        comes its next way that does; it is added to `found`."""
         while True:
             fitting.sort(key=lambda each: each.figures.step_s if each.figures else math.inf)
-            if not fitting or fitting[0].whole:
+            each = next((each for each in fitting[:_LEADING] if not each.whole), None)
+            if each is None:
                 return fitting
-            best = fitting[0]
-            best.figures, best.whole = self.forecast(self.configured(best.settings), None), True
-            self._judge_memory(best)
-            self.progress(f"whole: {best}: {best.why or f'{best.figures.step_s:.4g} s a step'}")
-            if best.why:
-                fitting = fitting[1:]
+            each.figures, each.whole = self.forecast(self.configured(each.settings), None), True
+            self._judge_memory(each)
+            self.progress(f"whole: {each}: {each.why or f'{each.figures.step_s:.4g} s a step'}")
+            if not each.why:
+                continue
+            fitting.remove(each)
+            for number, settings in enumerate(each.next, 1):
+                if any(settings == other.settings for other in found):
+                    continue
+                found.append(self._judge(dict(settings)))
+                if not found[-1].why:
+                    found[-1].next = each.next[number:]
+                    fitting.append(found[-1])
+                    break
 
     def _why_none(self, others: Sequence[JobCandidate]) -> str:
         built = [each for each in others if each.figures is not None]

@@ -59,7 +59,7 @@ def figures(plan: JobForecast) -> Figures:
 
 
 def _places(plan: JobForecast) -> dict[str, float]:
-    """Return the most bytes of a rank by the module that runs in forward, which grow evenly with the layers. Collectives
+    """Return the most bytes of a rank by the module that runs in forward: they grow evenly with the layers. Collectives
     of backward start as early as the peak of the whole step allows. None of a pipeline, which is built whole."""
     train, forecast = plan.rank.graphs.train, plan.rank.forecast
     if not isinstance(train, TracedResult) or (EARLIER not in forecast.held and plan.job.options.num_microbatches > 1):

@@ -125,6 +125,7 @@ class Cell:
     freeze: tuple[str, ...] = ()  # patterns of names, as `model.freeze`
     lora: tuple[tuple[str, Any], ...] = ()  # options of `job.Lora`
     once: str = NONE  # `parallelism.fsdp_once_a_step`
+    early_scores: bool = False  # `moe.early_scores`
     pairs: bool = False  # `parallelism.overlap_microbatches`
 
     def __post_init__(self) -> None:
@@ -150,7 +151,7 @@ class Cell:
             offload=self.offload,
             cpu_offload=self.cpu_offload,
             reshard=self.reshard,
-            experts=ExpertTraining(self.auxiliary),
+            experts=ExpertTraining(self.auxiliary, early_scores=self.early_scores),
             fused=tuple(ELEMENTWISE.values()) if self.fused_layers else (),
             loss_chunks=self.loss_chunks,
             loss_parallel=self.loss_parallel,
@@ -393,7 +394,7 @@ class PlainSteps(NamedTuple):
 
 def build_plain(cell: Cell) -> PlainSteps:
     model = _plain(build_model(cell, DEVICE.type), cell, SEED)
-    set_up_experts(model, ExpertTraining(cell.auxiliary), cell.num_parts, groups=())
+    set_up_experts(model, ExpertTraining(cell.auxiliary, early_scores=cell.early_scores), cell.num_parts, groups=())
     options, step = cell.options("eager"), None
     if options.own_step is not None:
         frozen = build_reference(cell, DEVICE.type)

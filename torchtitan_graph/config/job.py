@@ -203,6 +203,11 @@ class MoE:
     router_z_loss: float = option(
         0.0, "Weight of the z-loss, which keeps the routers' logits small; 0: none.", minimum=0
     )
+    early_scores: bool = option(
+        False,
+        "Multiply the routers' scores into what the experts' last product reads, not into what it returns: equal but"
+        " for rounding. Backward then needs no expert's output, which full recomputation would compute and send again.",
+    )
 
 
 @dataclass

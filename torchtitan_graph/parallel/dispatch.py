@@ -19,18 +19,19 @@ from torchtitan_graph.ops.exchange import exchanged, regroup, row_splits
 c10d = torch.ops._c10d_functional
 
 
-def dispatched(ep: DeviceMesh, forward: Callable[[Tensor, Tensor], Tensor], x_SD: Tensor, load_E: Tensor) -> Tensor:
+def dispatched(ep: DeviceMesh, forward: Callable[..., Tensor], x_SD: Tensor, load_E: Tensor, *beside: Tensor) -> Tensor:
     """Run experts on the rows of all ranks of `ep`, exchanged; return this rank's results. See Note [Dispatch].
 
     Args:
-        forward: (rows sorted by expert, their number for each of this rank's experts) -> rows.
+        forward: (rows sorted by expert, their number for each of this rank's experts, others as these rows) -> rows.
         x_SD: this rank's rows, sorted by expert.
         load_E: number of rows for each expert of all ranks.
+        beside: other tensors with a row for each, which travel with them.
     """
     degree, group = ep.size(), ep.get_group().group_name
     sent_RE, even = load_E.view(degree, -1), [load_E.shape[0] // degree] * degree
     received_RE = c10d.wait_tensor(c10d.all_to_all_single(load_E, even, even, group)).view_as(sent_RE)
     splits_2R = row_splits(sent_RE, received_RE)
-    rows = regroup(exchanged(x_SD, splits_2R, False, group), received_RE, False)
-    results = forward(rows, received_RE.sum(0))
+    rows, *others = (regroup(exchanged(x, splits_2R, False, group), received_RE, False) for x in (x_SD, *beside))
+    results = forward(rows, received_RE.sum(0), *others)
     return exchanged(regroup(results, received_RE, True), splits_2R, True, group)

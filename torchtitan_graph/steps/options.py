@@ -18,7 +18,7 @@ from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
 from torchtitan_graph.loss import Regularizers
 from torchtitan_graph.models.layers.decoder import Decoder
-from torchtitan_graph.models.layers.moe import AuxiliaryLoss, ExpertTraining
+from torchtitan_graph.models.layers.moe import AuxiliaryLoss, ExpertTraining, MoE
 from torchtitan_graph.parallel.recompute import Budget, Recompute
 from torchtitan_graph.parallel.schedule import Schedule, plan_pipeline
 from torchtitan_graph.parallel.storage import NONE, Precision, Reshard
@@ -172,6 +172,8 @@ def step_options(config: JobConfig, model: Decoder, num_microbatches: int, targe
             f"moe.load_balance_loss = {moe.load_balance_loss}, moe.router_z_loss = {moe.router_z_loss}: "
             f"{' '.join(filter(None, (config.model.name, config.model.flavor)))} {what}; leave them at 0"
         )
+    if moe.early_scores:
+        _check_early_scores(config, model)
     pipeline = _pipeline(config, model, num_microbatches)
     auxiliary = AuxiliaryLoss(moe.load_balance_loss, moe.load_balance_over == "sequence", moe.router_z_loss)
     return StepOptions(
@@ -192,6 +194,7 @@ def step_options(config: JobConfig, model: Decoder, num_microbatches: int, targe
             auxiliary if moe.load_balance_loss or moe.router_z_loss else None,
             moe.bias_update_speed,
             config.debug.moe_force_load_balance,
+            moe.early_scores,
         ),
         regions=plan_regions(config.compile, model, target.device),
         loss_chunks=training.loss_chunks,
@@ -215,6 +218,21 @@ def step_options(config: JobConfig, model: Decoder, num_microbatches: int, targe
         fused=_fused(config),
         optimizer=config.optimizer,
     )
+
+
+def _check_early_scores(config: JobConfig, model: Decoder) -> None:
+    """Check that a model's scores can multiply what the experts' last product reads."""
+    option, name = "moe.early_scores = true", " ".join(filter(None, (config.model.name, config.model.flavor)))
+    found = [module.config for module in model.modules() if isinstance(module, MoE)]
+    if not found:
+        why = "has no experts of this package's"
+    elif found[0].score_input:
+        why = "multiplies what the experts' first products read already"
+    elif found[0].biased:
+        why = "adds a bias after the experts' last product, which the scores multiply too"
+    else:
+        return
+    raise UserError(f"{option}: {name} {why}; set it to false")
 
 
 def own_step(training: job.Training) -> NamedStep | None:

@@ -9,6 +9,12 @@ Note [Load balance without a loss]
 DeepSeek-V3's correction bias takes part in the choice of experts only. After each optimizer step it moves against the
 load of that step (`move_correction_bias`). The load is a result of the forward pass, like the activations:
 recomputation can't count it twice, and it is an output of the graph.
+
+Note [Early scores]
+A score's gradient needs what it multiplied. Where it multiplies an expert's output, backward needs the output of all
+slots, and with recomputation computes the last product again and sends its rows again. Where it multiplies what the
+last product reads, which is on the expert's rank in any case, backward needs neither: five exchanges a layer, not six,
+and a product less. The sum is the same but for rounding.
 """
 
 from __future__ import annotations
@@ -197,8 +203,9 @@ class Experts(nn.Module):
         self.b2 = nn.Parameter(torch.empty(E, dim)) if config.biased else None
         self.b3 = nn.Parameter(torch.empty(E, F_)) if config.biased else None
 
-    def forward(self, x_SD: Tensor, load_E: Tensor) -> Tensor:
-        """Run the experts on rows sorted by expert, `load_E` of them for each."""
+    def forward(self, x_SD: Tensor, load_E: Tensor, scores_S1: Tensor | None = None) -> Tensor:
+        """Run the experts on rows sorted by expert, `load_E` of them for each. Scores multiply what the last product
+        reads. See Note [Early scores]."""
         offsets_E = load_E.cumsum(0).to(torch.int32)
 
         def linear(x: Tensor, weight: str, b: Tensor | None) -> Tensor:
@@ -206,7 +213,8 @@ class Experts(nn.Module):
             return y if b is None else grouped_add(y, b, offsets_E)
 
         gate_SF, up_SF = linear(x_SD, "w1", self.b1), linear(x_SD, "w3", self.b3)
-        return linear(self.activation(gate_SF, up_SF), "w2", self.b2)
+        hidden_SF = self.activation(gate_SF, up_SF)
+        return linear(hidden_SF if scores_S1 is None else hidden_SF * scores_S1, "w2", self.b2)
 
     def product(self, x: Tensor, weight: str, offsets_E: Tensor) -> Tensor:
         """Return rows times the transposed weight of that name, and its adapter's; `offsets_E[e]` is where expert e's
@@ -260,6 +268,7 @@ class MoE(nn.Module):
         self.shared_experts = FeedForward(dim, config.shared_dim) if config.shared_dim else None
         self.auxiliary_loss: AuxiliaryLoss | None = None
         self.bias_update_speed = ExpertTraining.bias_update_speed
+        self.early_scores = False  # see Note [Early scores]
 
     def forward(self, x_BLD: Tensor) -> tuple[Tensor, Routing]:
         x_TD, A = x_BLD.flatten(0, 1), self.config.top_k
@@ -269,11 +278,12 @@ class MoE(nn.Module):
         x_SD = permuted(x_TD, order_S, inverse_S, A)
         if self.config.score_input:
             x_SD = x_SD * permuted(scores_TA1.flatten(0, 1), order_S, inverse_S)
-        y_SD, shared_BLD = self.experts(x_SD, load_E), None
+        early = [permuted(scores_TA1.flatten(0, 1), order_S, inverse_S)] if self.early_scores else []
+        y_SD, shared_BLD = self.experts(x_SD, load_E, *early), None
         if self.shared_experts is not None:  # here, while the results are in transit
             shared_BLD = self.shared_experts(x_TD.view_as(x_BLD))
         y_TAD = permuted(y_SD, inverse_S, order_S).unflatten(0, (-1, A))
-        y_TD = (y_TAD if self.config.score_input else y_TAD * scores_TA1).sum(1)
+        y_TD = (y_TAD if self.config.score_input or early else y_TAD * scores_TA1).sum(1)
         if shared_BLD is not None:
             y_TD = y_TD + shared_BLD.flatten(0, 1)
         loss = None
@@ -290,11 +300,13 @@ class ExpertTraining:
     auxiliary          losses to add
     bias_update_speed  step size of a correction bias, up or down
     forced_balance     every expert gets equally many slots, whatever its scores: for measuring speed
+    early_scores       see Note [Early scores]
     """
 
     auxiliary: AuxiliaryLoss | None = None
     bias_update_speed: float = 1e-3
     forced_balance: bool = False
+    early_scores: bool = False
 
 
 def set_up_experts(
@@ -315,6 +327,8 @@ def set_up_experts(
             module.bias_update_speed = training.bias_update_speed  # type: ignore[assignment]
         if hasattr(module, "forced_balance"):
             module.forced_balance = training.forced_balance  # type: ignore[assignment]
+        if isinstance(module, MoE):
+            module.early_scores = training.early_scores
 
 
 @torch.no_grad()

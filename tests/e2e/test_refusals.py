@@ -52,7 +52,7 @@ def test_mistake_in_a_file(toml: str, parts: list[str], tmp_path: Path) -> None:
         (f"--model.hf_assets_path {TOO_LONG}", ["model.hf_assets_path = 'xxx"]),
         ("--model.name lama3", ["model.name = 'lama3'", "must be one of", "did you mean llama3?"]),
         ("--model.name my_models.nothing", ["model.name = 'my_models.nothing'", "is it on PYTHONPATH?"]),
-        ("--moe.early_scores", ["moe.early_scores = true: llama3", "has no experts of this package's; set it to false"]),
+        ("--moe.early_scores", ["moe.early_scores = true: ", "has no experts of this package's; set it to false"]),
         ("--moe.early_scores --model.name gpt_oss", ["moe.early_scores = true: gpt_oss", "adds a bias after"]),
         ("--moe.early_scores --model.name llama4", ["moe.early_scores = true: llama4", "products read already"]),
         ("--model.flavor debugmodl", ["model.flavor = 'debugmodl'", "did you mean debugmodel?"]),

@@ -365,8 +365,7 @@ class Clock:
             self._host += self.costs.rates.launch * len(works)
             if works:
                 self.now = max(self.now, self._host)
-                kernels = [self.costs.kernel(work) for work in works]
-                seconds = sum(kernels) * self.costs.factor(node)
+                seconds, kernels = self.costs.computing(node), [self.costs.kernel(work) for work in works]
                 self.now += seconds
                 for work, part in zip(works, kernels, strict=True):
                     self.computed[work.kind] += part * seconds / (sum(kernels) or 1.0)

@@ -112,8 +112,6 @@ def test_notes_say_what_is_not_known_and_what_to_change(jobs: Callable[[str], Bu
     )
     waiting = noted(exposed={"efsdp/ep": 0.4 * seconds})  # type: ignore[arg-type]
     assert "for efsdp/ep (40%): try parallelism.fsdp_once_a_step, if a step has several microbatches" in waiting
-        exposed={"efsdp/ep": 0.4 * seconds}
-    )  # type: ignore[arg-type]
     assert "for the host (50%): try a larger training.local_batch_size, or compile.cuda_graphs" in noted(
         host=seconds / 2
     )

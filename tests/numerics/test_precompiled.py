@@ -41,6 +41,15 @@ WORLDS = {
 SLOW = {
     "CP and TP, flex": cell(family="gpt_oss", dims=DIMS(cp=2, tp=2), attn="flex"),
     "FSDP 4": cell(dims=DIMS(dp_shard=4)),
+    "EP, experts once, in pairs": cell(
+        2,
+        family="qwen3",
+        flavor="debugmodel_moe",
+        dims=DIMS(dp_shard=2, ep=2),
+        num_microbatches=4,
+        once="experts",
+        pairs=True,
+    ),  # fmt: skip
     "FSDP, within segments": cell(4, family="llama4", dims=DIMS(dp_shard=2), attn="varlen"),
     "FSDP and TP": cell(dims=DIMS(dp_shard=2, tp=2)),
     "DDP": cell(dims=DIMS(dp_replicate=2)),

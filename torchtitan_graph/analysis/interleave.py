@@ -109,6 +109,7 @@ def interleaved(
     for node in before:
         clock.advance(node)
     pending = {node for stream in streams for node in (*stream.nodes, *stream.early)}
+    missing = {node: sum(source in pending for source in node.all_input_nodes) for node in pending}  # inputs to come
     lanes: list[_Lane] = []
     may_run: list[Callable[[], bool]] = []
     for stream in streams:
@@ -118,12 +119,12 @@ def interleaved(
 
     def stall(k: int) -> float:
         node = lanes[k].next
-        if not pending.isdisjoint(node.all_input_nodes):
+        if missing[node]:
             return _BLOCKED
         return clock.stall(node) if may_run[k]() else _TOO_EARLY
 
     now = 0
-    while pending:
+    while len(order) < len(missing):
         stalls = {k: stall(k) for k, lane in enumerate(lanes) if lane.place < len(lane.nodes)}
         if stalls.get(now, 1.0) > 0:
             now = min(stalls, key=lambda k: (stalls[k], k != now))
@@ -132,8 +133,10 @@ def interleaved(
             now = min(behind, key=lambda k: lanes[k].done, default=now)
         node = lanes[now].advance()
         clock.advance(node)
-        pending.discard(node)
         order.append(node)
+        for user in node.users:
+            if user in missing:
+                missing[user] -= 1
     return order
 
 

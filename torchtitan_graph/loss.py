@@ -141,7 +141,8 @@ class _Rows(NamedTuple):
 def _losses(logits_TV: Tensor, labels_T: Tensor, part: _Part, added: Regularizers) -> tuple[list[Tensor], _Rows]:
     """Return the loss of each row, also of those without a target; with regularizers also its cross entropy and, if
     there is one, its z-loss."""
-    columns_T = labels_T - part.first if part.first else labels_T
+    # Also where the first class is 0: ranks whose graphs have other nodes would order their collectives otherwise.
+    columns_T = labels_T - part.first if part.degree > 1 else labels_T
     given = (logits_TV, columns_T, True) if added.label_smoothing else (logits_TV, columns_T)
     terms_NT = cross_entropy_terms(*given)
     largest_T, log_T, target_T, *sums = terms_NT.unbind() if part.degree == 1 else _of_all_ranks(terms_NT, part)

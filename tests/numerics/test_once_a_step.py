@@ -63,7 +63,6 @@ def off(cell: Cell) -> list[str]:
         slow(FSDP2_TP2, BF16, pairs=True, **TWO),
         slow(HSDP, BF16, once="all", **TWO),
         slow(FSDP2, BF16, once="all", capture="dynamo", **FOUR),
-        slow(FSDP2, BF16, once="all", codegen="blocks", **FOUR),
         slow(FSDP2, BF16, once="all", lora=(("rank", 4),), **FOUR),
     ],
 )

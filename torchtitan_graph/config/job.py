@@ -206,7 +206,7 @@ class MoE:
     early_scores: bool = option(
         False,
         "Multiply the routers' scores into what the experts' last product reads, not into what it returns: equal but"
-        " for rounding. Backward then needs no expert's output, which full recomputation would compute and send again.",
+        " for rounding. Backward then needs no expert's output, which full recomputation would compute again.",
     )
 
 

@@ -95,13 +95,12 @@ class _Exchanged(torch.autograd.Function):
     def forward(ctx, x_SD: Tensor, splits_2R: Tensor, back: bool, group: str) -> Tensor:  # type: ignore[no-untyped-def]
         ctx.save_for_backward(splits_2R)
         ctx.back, ctx.group = back, group
-        return _wait(exchange(x_SD.contiguous(), splits_2R, back, x_SD.shape[0], group))
+        return sent(x_SD.contiguous(), splits_2R, back, group)
 
     @staticmethod
     def backward(ctx, grad_SD: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[no-untyped-def, override]
         (splits_2R,) = ctx.saved_tensors
-        sent = exchange(grad_SD.contiguous(), splits_2R, not ctx.back, grad_SD.shape[0], ctx.group)
-        return _wait(sent), None, None, None
+        return sent(grad_SD.contiguous(), splits_2R, not ctx.back, ctx.group), None, None, None
 
 
 def exchanged(x_SD: Tensor, splits_2R: Tensor, back: bool, group: str) -> Tensor:
@@ -109,5 +108,6 @@ def exchanged(x_SD: Tensor, splits_2R: Tensor, back: bool, group: str) -> Tensor
     return _Exchanged.apply(x_SD, splits_2R, back, group)
 
 
-def _wait(x: Tensor) -> Tensor:
-    return torch.ops._c10d_functional.wait_tensor(x)
+def sent(x_SD: Tensor, splits_2R: Tensor, back: bool, group: str) -> Tensor:
+    """Return rows exchanged like `exchange`, after waiting for them; without gradients."""
+    return torch.ops._c10d_functional.wait_tensor(exchange(x_SD, splits_2R, back, x_SD.shape[0], group))

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import parallelize_module
 
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.parallel.dispatch import dispatched
+from torchtitan_graph.parallel.dispatch import direct, dispatched
 from torchtitan_graph.parallel.layout import CP, EP, EXPERT_TP, TP, Layout, ParallelDims
 from torchtitan_graph.parallel.plan import (
     MODULE_ROLES,
@@ -55,8 +55,11 @@ def parallelize(model: nn.Module, plan: Plan, layout: Layout, *, loss_parallel: 
             module.forward = partial(_of_own_part, layout.degree(TP), layout.rank(TP), module.forward)
         else:
             parallelize_module(module, layout.submesh(TP), table_style(role, loss_parallel))
-    for name in _by_name(modules, on_ep):
-        modules[name].forward = partial(dispatched, layout.expert_submesh(EP), modules[name].forward)
+    for name, role in _by_name(modules, on_ep).items():
+        if role == "route":
+            modules[name].route = partial(direct, layout.expert_submesh(EP))  # type: ignore[assignment]
+        else:
+            modules[name].forward = partial(dispatched, layout.expert_submesh(EP), modules[name].forward)
     for first, *others in tied:
         parameter = model.get_parameter(first)
         for name in others:

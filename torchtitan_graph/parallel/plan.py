@@ -24,6 +24,7 @@ An axis without a role does not change a rank's computation there.
 
 | role of a module | under expert parallelism |
 |---|---|
+| route    | sends tokens to their experts' ranks and results back, by its attribute `route`, see layers/route.py |
 | dispatch | sends each row of its first argument to the rank that holds the row's expert, and the results back |
 | apart    | see below |
 | partial  | see below |
@@ -57,7 +58,8 @@ SEQUENCE_DIM = 1
 SPLIT_DIM = {"embedding": 0, "vocabulary": 0, "shard 0": 0, "shard 1": 1, "shard 2": 2}
 MODULE_ROLES = ("embedding", "partial", "vocabulary", "gather", "own part")
 PARAMETER_ROLES = ("shard 0", "shard 1", "shard 2", "replicate", "share")
-ROLES = {TP: MODULE_ROLES + PARAMETER_ROLES, CP: ("context",), EP: ("dispatch", "expert", "apart", "partial")}
+EXPERT_ROLES = ("route", "dispatch", "expert")
+ROLES = {TP: MODULE_ROLES + PARAMETER_ROLES, CP: ("context",), EP: (*EXPERT_ROLES, "apart", "partial")}
 
 
 def tensor_roles(plan: Plan, dims: ParallelDims) -> dict[str, str]:
@@ -65,7 +67,7 @@ def tensor_roles(plan: Plan, dims: ParallelDims) -> dict[str, str]:
     if not dims.ep_spans_tp:
         return {pattern: roles[TP] for pattern, roles in plan.items() if TP in roles}
     both = {pattern: roles.get(EP, roles.get(TP)) for pattern, roles in plan.items()}
-    return {pattern: role for pattern, role in both.items() if role and role not in ("dispatch", "expert")}
+    return {pattern: role for pattern, role in both.items() if role and role not in EXPERT_ROLES}
 
 
 def context_roles(plan: Plan) -> dict[str, str]:
@@ -75,7 +77,7 @@ def context_roles(plan: Plan) -> dict[str, str]:
 
 def expert_roles(plan: Plan) -> dict[str, str]:
     """Return the roles on ep by pattern, except those that only replace a role on tp."""
-    return {pattern: roles[EP] for pattern, roles in plan.items() if roles.get(EP) in ("dispatch", "expert")}
+    return {pattern: roles[EP] for pattern, roles in plan.items() if roles.get(EP) in EXPERT_ROLES}
 
 
 def table_style(role: str, loss_parallel: bool) -> ParallelStyle:

@@ -11,16 +11,15 @@ load of that step (`move_correction_bias`). The load is a result of the forward 
 recomputation can't count it twice, and it is an output of the graph.
 
 Note [Early scores]
-A score's gradient needs what it multiplied. Where it multiplies an expert's output, backward needs the output of all
-slots, and with recomputation computes the last product again and sends its rows again. Where it multiplies what the
-last product reads, which is on the expert's rank in any case, backward needs neither: five exchanges a layer, not six,
-and a product less. The sum is the same but for rounding.
+A score's gradient needs what it multiplied: an expert's output, on the expert's rank, so that no result is sent again
+in backward; but with recomputation the last product is computed again. Where a score multiplies what the last product
+reads, it is not: a product less. The sum is the same but for rounding.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -30,8 +29,9 @@ from torch import Tensor, nn
 from torchtitan_graph.models.layers.feed_forward import FeedForward, SwiGLU
 from torchtitan_graph.models.layers.init import RESIDUAL
 from torchtitan_graph.models.layers.lora import product_of_stack
+from torchtitan_graph.models.layers.route import Route, Slots, at_home, slots_of
 from torchtitan_graph.ops.elementwise import LIMIT, STEEPNESS, swiglu
-from torchtitan_graph.ops.experts import grouped_add, permuted
+from torchtitan_graph.ops.experts import grouped_add
 
 c10d = torch.ops._c10d_functional
 
@@ -202,6 +202,7 @@ class Experts(nn.Module):
         self.b1 = nn.Parameter(torch.empty(E, F_)) if config.biased else None
         self.b2 = nn.Parameter(torch.empty(E, dim)) if config.biased else None
         self.b3 = nn.Parameter(torch.empty(E, F_)) if config.biased else None
+        self.route: Callable[[Slots], Route] = at_home
 
     def forward(self, x_SD: Tensor, load_E: Tensor, scores_S1: Tensor | None = None) -> Tensor:
         """Run the experts on rows sorted by expert, `load_E` of them for each. Scores multiply what the last product
@@ -222,15 +223,6 @@ class Experts(nn.Module):
         return product_of_stack(self, weight, x, offsets_E)
 
 
-def sorted_slots(chosen_TA: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the order (S) that sorts the slots by expert, its inverse (S), and the number of slots of each expert (E).
-    See Note [Experts in a static graph]."""
-    expert_S, order_S = chosen_TA.flatten().sort(stable=True)
-    inverse_S = torch.empty_like(order_S).scatter(0, order_S, torch.arange(order_S.shape[0], device=order_S.device))
-    offsets_E = torch.searchsorted(expert_S, torch.arange(num_experts, device=order_S.device), right=True)
-    return order_S, inverse_S, offsets_E.diff(prepend=offsets_E.new_zeros(1))
-
-
 def in_turn(T: int, A: int, E: int, device: torch.device) -> Tensor:
     """Return a choice (T, A) that gives every expert equally many slots, for measuring speed."""
     return (torch.arange(T * A, device=device) % E).view(T, A)
@@ -247,7 +239,7 @@ class MoE(nn.Module):
         "": {"tp": "partial", "ep": "apart"},
         "router.gate.weight": {"tp": "replicate"},
         "router.gate.bias": {"tp": "replicate"},
-        "experts": {"ep": "dispatch"},
+        "experts": {"ep": "route"},
         "experts.w1": {"tp": "shard 1", "ep": "expert"},
         "experts.w2": {"tp": "shard 2", "ep": "expert"},
         "experts.w3": {"tp": "shard 1", "ep": "expert"},
@@ -271,26 +263,28 @@ class MoE(nn.Module):
         self.early_scores = False  # see Note [Early scores]
 
     def forward(self, x_BLD: Tensor) -> tuple[Tensor, Routing]:
-        x_TD, A = x_BLD.flatten(0, 1), self.config.top_k
+        x_TD = x_BLD.flatten(0, 1)
         scores_TA, chosen_TA, logits_TE = self.router(x_TD)
-        order_S, inverse_S, load_E = sorted_slots(chosen_TA, self.config.num_experts)
-        scores_TA1 = scores_TA.unsqueeze(-1).to(x_TD.dtype)
-        x_SD = permuted(x_TD, order_S, inverse_S, A)
+        slots = slots_of(chosen_TA, self.config.num_experts)
+        route = self.experts.route(slots)
+        x_SD, scores_S1 = route.out(x_TD), route.numbers(scores_TA.to(x_TD.dtype))
         if self.config.score_input:
-            x_SD = x_SD * permuted(scores_TA1.flatten(0, 1), order_S, inverse_S)
-        early = [permuted(scores_TA1.flatten(0, 1), order_S, inverse_S)] if self.early_scores else []
-        y_SD, shared_BLD = self.experts(x_SD, load_E, *early), None
+            y_SD = self.experts(x_SD * scores_S1, route.load_E)
+        elif self.early_scores:
+            y_SD = self.experts(x_SD, route.load_E, scores_S1)
+        else:
+            y_SD = self.experts(x_SD, route.load_E) * scores_S1
+        returned, shared_BLD = route.back(y_SD), None
         if self.shared_experts is not None:  # here, while the results are in transit
             shared_BLD = self.shared_experts(x_TD.view_as(x_BLD))
-        y_TAD = permuted(y_SD, inverse_S, order_S).unflatten(0, (-1, A))
-        y_TD = (y_TAD if self.config.score_input or early else y_TAD * scores_TA1).sum(1)
+        y_TD = route.home(*returned)
         if shared_BLD is not None:
             y_TD = y_TD + shared_BLD.flatten(0, 1)
         loss = None
         if self.auxiliary_loss is not None and torch.is_grad_enabled():  # evaluation reports the cross entropy alone
             scores_TE = self.router.scores(logits_TE)
-            loss = self.auxiliary_loss(logits_TE, scores_TE, chosen_TA, load_E, x_BLD.shape[0])
-        return y_TD.view_as(x_BLD), Routing(load_E, loss)
+            loss = self.auxiliary_loss(logits_TE, scores_TE, chosen_TA, slots.load_E, x_BLD.shape[0])
+        return y_TD.view_as(x_BLD), Routing(slots.load_E, loss)
 
 
 @dataclasses.dataclass(frozen=True)

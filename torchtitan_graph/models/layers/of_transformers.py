@@ -17,7 +17,8 @@ from torchtitan_graph.errors import UserError
 from torchtitan_graph.models.layers.attention import Seen, attend
 from torchtitan_graph.models.layers.lora import add_adapter
 from torchtitan_graph.models.layers.masks import Mask, as_bias
-from torchtitan_graph.models.layers.moe import in_turn, sorted_slots
+from torchtitan_graph.models.layers.moe import in_turn
+from torchtitan_graph.models.layers.route import slots_of
 from torchtitan_graph.ops.experts import every_second, grouped_add, grouped_mm, permuted
 from torchtitan_graph.transformers_private import documents_by_masks, register, rule_of
 
@@ -181,7 +182,7 @@ def experts_of(experts: nn.Module, x_TD: Tensor, chosen_TA: Tensor, weights_TA: 
     routing, E = _routing[-1], int(experts.all_experts)  # type: ignore[arg-type]
     if experts.forced_balance:
         chosen_TA = in_turn(len(chosen_TA), chosen_TA.shape[1], E, chosen_TA.device)
-    order_S, inverse_S, load_E = sorted_slots(chosen_TA, E)
+    _, order_S, inverse_S, load_E = slots_of(chosen_TA, E)
     routing.loads[experts.name] = load_E  # type: ignore[index]
     loss: Any = getattr(experts, "auxiliary_loss", None)
     if loss is not None and torch.is_grad_enabled():  # evaluation reports the cross entropy alone

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -65,7 +66,7 @@ class Blueprint:
         check_profiling(config.profiling)
         check_names(config)
         self.target = target or target_of(config)
-        self.seed = config.debug.seed or 0
+        self.config, self.seed = config, config.debug.seed or 0
         parallelism = config.parallelism
         self.dims = ParallelDims(
             pp=parallelism.pipeline_parallel_degree,
@@ -75,6 +76,7 @@ class Blueprint:
             tp=parallelism.tensor_parallel_degree,
             ep=parallelism.expert_parallel_degree,
             etp=parallelism.expert_tensor_parallel_degree,
+            ep_near=self._ep_near(world_size),
         )
         training = config.training
         self.rows_per_step = training.global_batch_size
@@ -120,6 +122,24 @@ class Blueprint:
         """All that this rank's steps are built from."""
         layout = self.dims.layout(self.target.device.type)
         return Assembly(self.model, self.family, layout, self.options, self.capture, self.reference)
+
+    def _ep_near(self, world_size: int) -> int:
+        """Return the ranks of ep that share a machine, 0 where tokens are exchanged directly."""
+        parallelism = self.config.parallelism
+        ep, etp = parallelism.expert_parallel_degree, parallelism.expert_tensor_parallel_degree
+        if parallelism.expert_exchange == "direct" or ep == 1:
+            return 0
+        near = parallelism.ranks_per_machine
+        if near is None:
+            launched = os.environ.get("WORLD_SIZE") == str(world_size) and self.config.comm.mode != "fake_backend"
+            near = int(os.environ["LOCAL_WORLD_SIZE"]) if launched else self.target.rates.num_near
+        if near % (ep * etp) and (near % etp or ep * etp % near):
+            raise UserError(
+                f"parallelism.expert_exchange = 'by_machine': {near} ranks share a machine, and the {ep * etp} ranks"
+                " that share a layer's experts must fill whole machines, or a whole part of one: change"
+                " parallelism.expert_parallel_degree, or leave expert_exchange at direct"
+            )
+        return ep if near >= ep * etp else near // etp
 
     def _reference(self) -> Reference | None:
         """Return the frozen model of `reference.path`, on meta, None without one."""

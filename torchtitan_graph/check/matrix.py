@@ -43,6 +43,7 @@ from torchtitan_graph.models.layers.init import initial_values, initialize
 from torchtitan_graph.models.layers.moe import AuxiliaryLoss, Experts, ExpertTraining, set_up_experts
 from torchtitan_graph.models.spec import load_family, tiny_config
 from torchtitan_graph.optim import build_lr_scheduler, build_optimizer, clip_grad_norm
+from torchtitan_graph.parallel.dispatch import Exchange
 from torchtitan_graph.parallel.layout import DATA_AXES, EP, EXPERT_FSDP, EXPERT_TP, PP, TP, Layout, ParallelDims
 from torchtitan_graph.parallel.pipeline import LAST, StageGraph
 from torchtitan_graph.parallel.recompute import Recompute
@@ -127,6 +128,7 @@ class Cell:
     once: str = NONE  # `parallelism.fsdp_once_a_step`
     early_scores: bool = False  # `moe.early_scores`
     pairs: bool = False  # `parallelism.overlap_microbatches`
+    exchange: Exchange = Exchange()
 
     def __post_init__(self) -> None:
         if not self.vocab_size:
@@ -170,6 +172,7 @@ class Cell:
             float8=self.quantised(),
             once=self.once,
             pairs=self.pairs,
+            exchange=self.exchange,
         )
 
     def quantised(self) -> Float8 | None:

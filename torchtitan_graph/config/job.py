@@ -559,6 +559,32 @@ class Parallelism:
         "Ranks that share each expert where expert_parallel_degree is above 1: 1 or tensor_parallel_degree.",
         minimum=1,
     )
+    expert_exchange: str = option(
+        "direct",
+        "How tokens reach the ranks of their experts. direct: each token once for each expert; by_machine: once to each"
+        " machine with experts for it, there once to each rank, which copies it for each: fewer bytes between machines,"
+        " the same numbers to the bit.",
+        choices=("direct", "by_machine"),
+    )
+    exchange_sums: str = option(
+        "exact",
+        "How results return where expert_exchange is by_machine. exact: one for each expert, added as without it;"
+        " by_machine: added on each rank, then in each machine: as few bytes as on the way out, other rounding.",
+        choices=("exact", "by_machine"),
+    )
+    exchange_dtype: str = option(
+        "model",
+        "Numbers in which tokens travel to experts, and gradients of results in backward. model: as they are computed;"
+        " float8: in e4m3 with a scale for each 128 numbers, which halves the bytes of bf16 and rounds. Results, and"
+        " gradients of tokens, travel as they are.",
+        choices=("model", "float8"),
+    )
+    ranks_per_machine: int | None = option(
+        None,
+        "Processes that share a machine, for expert_exchange; not set: as launched (LOCAL_WORLD_SIZE), or in forecasts"
+        " and dry runs as the device's rates say.",
+        minimum=1,
+    )
     disable_loss_parallel: bool = option(False, "Gather the logits of all vocabulary shards before the loss.")
 
 

@@ -36,20 +36,20 @@ def row_splits(sent_RE: Tensor, received_RE: Tensor) -> Tensor:
 
 
 @operator(
-    lambda x_SD, splits_2R, back, nominal, group: x_SD.new_empty(nominal, x_SD.shape[1]),
+    lambda x_SD, splits_2R, back, nominal, varies, group: x_SD.new_empty(nominal, x_SD.shape[1]),
     collective=ALL_TO_ALL,
-    dynamic_rows=lambda x_SD, splits_2R, back, *_, **__: not back,
+    dynamic_rows=lambda x_SD, splits_2R, back, nominal, varies, group, **_: varies,
     host_reads=1,
     recompute="costly",
     compiles=False,
     records=False,
 )
-def exchange(x_SD: Tensor, splits_2R: Tensor, back: bool, nominal: int, group: str) -> Tensor:
+def exchange(x_SD: Tensor, splits_2R: Tensor, back: bool, nominal: int, varies: bool, group: str) -> Tensor:
     """Start sending rows to the ranks of a group; a `wait_tensor` must follow.
 
     The first `splits_2R[0, 0]` rows go to rank 0 and so on, `splits_2R[1, r]` come from rank r; `back` returns them.
-    The number of rows is unbacked: a trace shows `nominal`, and operators on such rows must accept any number. Where
-    `nominal` is each rank's number of own rows it is the mean over the ranks.
+    Where the number of rows `varies` it is unbacked: a trace shows `nominal`, the mean over the ranks, and operators on
+    such rows must accept any number.
     """
     if (event := _ENDS.pop(splits_2R.data_ptr(), None)) is not None:
         event.synchronize()
@@ -95,12 +95,12 @@ class _Exchanged(torch.autograd.Function):
     def forward(ctx, x_SD: Tensor, splits_2R: Tensor, back: bool, group: str) -> Tensor:  # type: ignore[no-untyped-def]
         ctx.save_for_backward(splits_2R)
         ctx.back, ctx.group = back, group
-        return sent(x_SD.contiguous(), splits_2R, back, group)
+        return sent(x_SD, splits_2R, back, group)
 
     @staticmethod
     def backward(ctx, grad_SD: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[no-untyped-def, override]
         (splits_2R,) = ctx.saved_tensors
-        return sent(grad_SD.contiguous(), splits_2R, not ctx.back, ctx.group), None, None, None
+        return sent(grad_SD, splits_2R, not ctx.back, ctx.group), None, None, None
 
 
 def exchanged(x_SD: Tensor, splits_2R: Tensor, back: bool, group: str) -> Tensor:
@@ -108,6 +108,77 @@ def exchanged(x_SD: Tensor, splits_2R: Tensor, back: bool, group: str) -> Tensor
     return _Exchanged.apply(x_SD, splits_2R, back, group)
 
 
-def sent(x_SD: Tensor, splits_2R: Tensor, back: bool, group: str) -> Tensor:
-    """Return rows exchanged like `exchange`, after waiting for them; without gradients."""
-    return torch.ops._c10d_functional.wait_tensor(exchange(x_SD, splits_2R, back, x_SD.shape[0], group))
+def sent(x_SD: Tensor, splits_2R: Tensor, back: bool, group: str, varies: bool | None = None) -> Tensor:
+    """Return rows exchanged like `exchange`, after waiting for them; without gradients. A rank's own number of rows is
+    fixed unless it `varies`."""
+    varies = not back if varies is None else varies
+    started = exchange(x_SD.contiguous(), splits_2R, back, x_SD.shape[0], varies, group)
+    return torch.ops._c10d_functional.wait_tensor(started)
+
+
+# --- rows that are sent once for several experts ----------------------------------------------------------------------
+
+
+@operator(
+    lambda hit_UK, splits_2K, nominal: hit_UK.new_empty(nominal, dtype=torch.int64),
+    dynamic_rows=lambda *_, **__: True,
+    host_reads=1,
+    recompute="never",
+    compiles=False,
+)
+def hits(hit_UK: Tensor, splits_2K: Tensor, nominal: int) -> Tensor:
+    """Return where a table of zeros and ones has ones, as places in its flattened rows, column by column: the rows to
+    send to each rank of a group, in their order. `splits_2K[0]` has their numbers; a trace shows `nominal`."""
+    U, K = hit_UK.shape
+    hit_N = hit_UK.t().flatten().bool()
+    places_N = torch.arange(U * K, device=hit_UK.device).view(U, K).t().flatten()
+    number = int(splits_2K[0].sum())
+    out = places_N.new_empty(number + 1)  # the last for zeros
+    return out.scatter_(0, torch.where(hit_N, hit_N.cumsum(0) - 1, number), places_N)[:number].clone()
+
+
+@operator(lambda place_S1, received_RE, begins_R: torch.empty_like(place_S1), recompute="never", compiles=False)
+def after_begins(place_S1: Tensor, received_RE: Tensor, begins_R: Tensor) -> Tensor:
+    """Return places of rows among those of their source, counted from the first row of all sources instead.
+
+    Args:
+        place_S1: sorted by source, `received_RE[r]` of them from rank r, by expert.
+        begins_R: where each source's rows begin.
+    """
+    row_S = torch.arange(place_S1.shape[0], device=place_S1.device)
+    source_S = torch.searchsorted(received_RE.sum(1).cumsum(0), row_S, right=True)
+    return place_S1 + begins_R.index_select(0, source_S).unsqueeze(1)
+
+
+@operator(
+    lambda rows_SD, index_S, splits_2K, nominal: rows_SD.new_empty(nominal, rows_SD.shape[1]),
+    dynamic_rows=lambda *_, **__: True,
+    host_reads=2,
+    compiles=False,
+)
+def sums_to_send(rows_SD: Tensor, index_S: Tensor, splits_2K: Tensor, nominal: int) -> Tensor:
+    """Return the sums of rows by the row that came here and was copied: `index_S` names it for each, and
+    `splits_2K[1]` has their numbers. A trace shows `nominal`."""
+    return _sums(rows_SD, index_S, int(splits_2K[1].sum()))
+
+
+@operator(
+    lambda rows_SD, index_S, number: rows_SD.new_empty(number, rows_SD.shape[1]),
+    dynamic_rows=lambda *_, **__: False,
+    compiles=False,
+)
+def sums_at_home(rows_SD: Tensor, index_S: Tensor, number: int) -> Tensor:
+    """Return the sums of rows by index, 0 to `number` - 1."""
+    return _sums(rows_SD, index_S, number)
+
+
+def _sums(rows_SD: Tensor, index_S: Tensor, number: int) -> Tensor:
+    """Return sums of rows in a fixed order, in at least fp32."""
+    wide_SD = rows_SD.to(torch.promote_types(rows_SD.dtype, torch.float32))
+    if rows_SD.is_cuda:  # its index_add adds in any order
+        ordered_S, order_S = index_S.sort(stable=True)
+        ends = torch.searchsorted(ordered_S, torch.arange(number + 1, device=index_S.device))
+        found = torch.segment_reduce(wide_SD[order_S], "sum", offsets=ends, axis=0, unsafe=True, initial=0)
+    else:
+        found = wide_SD.new_zeros(number, wide_SD.shape[1]).index_add_(0, index_S, wide_SD)
+    return found.to(rows_SD.dtype)

@@ -10,16 +10,36 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan_graph.models.layers.route import Route, Slots, copied, summed
 from torchtitan_graph.ops.exchange import exchanged, regroup, row_splits, sent
 from torchtitan_graph.ops.experts import permuted
+from torchtitan_graph.ops.route import Route, Slots, Spread, copied, summed
+from torchtitan_graph.ops.wire import Wire
 
 c10d = torch.ops._c10d_functional
+
+
+class Exchange(NamedTuple):
+    """How tokens are exchanged, besides by machine or not, which the layout says.
+
+    exact    results come back one by one where tokens go by machine; else as sums
+    float8   tokens, and gradients of results, travel in float8
+    """
+
+    exact: bool = True
+    float8: bool = False
+
+
+class Dispatch(NamedTuple):
+    """The ranks that share a layer's experts, by the name and the size of their group; and how tokens are sent."""
+
+    group: str
+    degree: int
+    wire: Wire
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,38 +48,37 @@ class Direct:
 
     copies: int
     group: str
+    wire: Wire
 
-    def out(
-        self, x_TD: Tensor, order_S: Tensor, inverse_S: Tensor, splits_2R: Tensor, received_RE: Tensor
-    ) -> Tensor:
-        rows_SD = copied(x_TD, order_S, self.copies)
-        return regroup(sent(rows_SD, splits_2R, False, self.group), received_RE, False)
+    # Tensors: the slots' order and its inverse; rows to and from each rank; rows from each rank for each expert.
 
-    def back(
-        self, y_SD: Tensor, order_S: Tensor, inverse_S: Tensor, splits_2R: Tensor, received_RE: Tensor
-    ) -> Tensor:
+    def out(self, x_TD: Tensor, *tensors: Tensor) -> Tensor:
+        order_S, _, splits_2R, received_RE = tensors
+        rows = sent(copied(self.wire.packed(x_TD), order_S, self.copies), splits_2R, False, self.group)
+        return self.wire.unpacked(regroup(rows, received_RE, False), x_TD.dtype)
+
+    def back(self, y_SD: Tensor, *tensors: Tensor) -> Tensor:
+        _, _, splits_2R, received_RE = tensors
         return sent(regroup(y_SD, received_RE, True), splits_2R, True, self.group)
 
-    def home(
-        self, rows: Tensor, order_S: Tensor, inverse_S: Tensor, splits_2R: Tensor, received_RE: Tensor
-    ) -> Tensor:
-        return summed(rows, inverse_S, self.copies)
+    def home(self, rows: Tensor, *tensors: Tensor) -> Tensor:
+        return summed(rows, tensors[1], self.copies)
 
 
-def direct(ep: DeviceMesh, slots: Slots) -> Route:
+def direct(dispatch: Dispatch, slots: Slots, spread: Spread) -> Route:
     """Return the route to the experts of all ranks of `ep`. See Note [Dispatch]."""
-    group, (_, order_S, inverse_S, _) = ep.get_group().group_name, slots
-    splits_2R, received_RE = _counts(ep, slots.load_E)
+    group, (_, order_S, inverse_S, _) = dispatch.group, slots
+    splits_2R, received_RE = _counts(dispatch, slots.load_E)
 
     def numbers(x_TA: Tensor) -> Tensor:
         rows_S1 = permuted(x_TA.reshape(-1, 1), order_S, inverse_S)
         return regroup(exchanged(rows_S1, splits_2R, False, group), received_RE, False)
 
-    tensors = (order_S, inverse_S, splits_2R, received_RE)
-    return Route(len(slots.chosen_TA), Direct(slots.copies, group), tensors, received_RE.sum(0), numbers)
+    way, tensors = Direct(slots.copies, group, dispatch.wire), (order_S, inverse_S, splits_2R, received_RE)
+    return Route(len(slots.chosen_TA), way, tensors, received_RE.sum(0), numbers)
 
 
-def dispatched(ep: DeviceMesh, forward: Callable[..., Tensor], x_SD: Tensor, load_E: Tensor) -> Tensor:
+def dispatched(dispatch: Dispatch, forward: Callable[..., Tensor], x_SD: Tensor, load_E: Tensor) -> Tensor:
     """Run experts on the rows of all ranks of `ep`, exchanged; return this rank's results. See Note [Dispatch].
 
     Args:
@@ -67,15 +86,15 @@ def dispatched(ep: DeviceMesh, forward: Callable[..., Tensor], x_SD: Tensor, loa
         x_SD: this rank's rows, sorted by expert.
         load_E: number of rows for each expert of all ranks.
     """
-    group = ep.get_group().group_name
-    splits_2R, received_RE = _counts(ep, load_E)
-    rows = regroup(exchanged(x_SD, splits_2R, False, group), received_RE, False)
-    return exchanged(regroup(forward(rows, received_RE.sum(0)), received_RE, True), splits_2R, True, group)
+    splits_2R, received_RE = _counts(dispatch, load_E)
+    rows = regroup(exchanged(x_SD, splits_2R, False, dispatch.group), received_RE, False)
+    results = regroup(forward(rows, received_RE.sum(0)), received_RE, True)
+    return exchanged(results, splits_2R, True, dispatch.group)
 
 
-def _counts(ep: DeviceMesh, load_E: Tensor) -> tuple[Tensor, Tensor]:
+def _counts(dispatch: Dispatch, load_E: Tensor) -> tuple[Tensor, Tensor]:
     """Return the numbers of rows to and from each rank, on the host; and of those from each rank for each expert."""
-    degree, group = ep.size(), ep.get_group().group_name
+    group, degree, _ = dispatch
     sent_RE, even = load_E.view(degree, -1), [load_E.shape[0] // degree] * degree
     received_RE = c10d.wait_tensor(c10d.all_to_all_single(load_E, even, even, group)).view_as(sent_RE)
     return row_splits(sent_RE, received_RE), received_RE

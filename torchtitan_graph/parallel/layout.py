@@ -19,6 +19,7 @@ from torchtitan_graph.analysis.cost import Link
 
 PP, DP_REPLICATE, DP_SHARD, CP, TP, EP = "pp", "dp_replicate", "dp_shard", "cp", "tp", "ep"
 EXPERT_TP = "etp"
+EP_FAR, EP_NEAR = "ep_far", "ep_near"  # of ep: a rank of each machine, in one place there; and those of a machine
 
 # Ranks that share one copy of the parameters, dp_shard x cp of them; and one copy of the experts.
 FSDP, EXPERT_FSDP = "fsdp", "efsdp"
@@ -36,7 +37,8 @@ class ParallelDims:
 
     pp pipeline stages, dp_replicate copies of the storage, dp_shard ranks that share one copy, cp context (sequence)
     parallel, tp tensor parallel. ep, expert parallel, and etp, the ranks that share one expert, reuse ranks of
-    dp_shard, cp and tp; with ep 1 experts are sharded like other parameters, whatever etp.
+    dp_shard, cp and tp; with ep 1 experts are sharded like other parameters, whatever etp. ep_near: the ranks along ep
+    that share a machine, where tokens are exchanged by machine; 0: they are not.
     """
 
     dp_replicate: int = 1
@@ -46,6 +48,7 @@ class ParallelDims:
     cp: int = 1
     ep: int = 1
     etp: int = 1
+    ep_near: int = 0
 
     @property
     def num_ranks(self) -> int:
@@ -77,13 +80,17 @@ class ParallelDims:
         """
         stages, copies = {PP: self.pp}, {DP_REPLICATE: self.dp_replicate}
         mesh = _mesh(device_type, {**stages, **copies, FSDP: self.fsdp, TP: self.tp}, keep=FSDP)
-        context = experts = None
+        context = experts = machines = None
         if self.cp > 1:
             context = _mesh(device_type, {_OTHERS: self.num_ranks // (self.cp * self.tp), CP: self.cp, TP: self.tp})
         if self.ep > 1:
             degrees = {**stages, **copies, EXPERT_FSDP: self.efsdp, EP: self.ep, EXPERT_TP: self.etp}
             experts = _without_stages(_mesh(device_type, degrees, keep=EXPERT_FSDP))
-        return Layout(self, _without_stages(mesh), context, experts, mesh if self.pp > 1 else None)
+        if 1 < self.ep_near < self.ep:
+            others, of_ep = self.num_ranks // (self.ep * self.etp), (self.ep // self.ep_near, self.ep_near)
+            axes = (_OTHERS, EP_FAR, EP_NEAR, EXPERT_TP)
+            machines = _mesh(device_type, dict(zip(axes, (others, *of_ep, self.etp), strict=True)))
+        return Layout(self, _without_stages(mesh), context, experts, mesh if self.pp > 1 else None, machines)
 
 
 def sum_over(groups: Sequence[dist.ProcessGroup], x: Tensor) -> Tensor:
@@ -117,6 +124,8 @@ class Layout:
     context  has cp; None where its degree is 1
     experts  of the experts: dp_replicate, efsdp, ep, etp; None where ep is 1: then they are on `mesh`
     stages   has pp; None where its degree is 1
+    machines has ep_far and ep_near; None where tokens are not exchanged by machine, or ep has one rank in each or one
+             machine
     """
 
     dims: ParallelDims
@@ -124,6 +133,7 @@ class Layout:
     context: DeviceMesh | None = None
     experts: DeviceMesh | None = None
     stages: DeviceMesh | None = None
+    machines: DeviceMesh | None = None
 
     def degree(self, axis: str) -> int:
         return getattr(self.dims, axis)
@@ -168,7 +178,7 @@ class Layout:
         of these degrees, names are not."""
         return {
             f"{field}.{axis}": mesh.get_group(axis).group_name
-            for field in ("mesh", "context", "experts", "stages")
+            for field in ("mesh", "context", "experts", "stages", "machines")
             if (mesh := getattr(self, field)) is not None
             for axis in mesh.mesh_dim_names or ()
         }
@@ -180,7 +190,8 @@ class Layout:
 
     @property
     def _meshes(self) -> list[DeviceMesh]:
-        return [mesh for mesh in (self.mesh, self.context, self.experts, self.stages) if mesh is not None]
+        every = (self.mesh, self.context, self.experts, self.stages, self.machines)
+        return [mesh for mesh in every if mesh is not None]
 
     def _mesh_of(self, axis: str) -> DeviceMesh:
         return next(mesh for mesh in self._meshes if axis in (mesh.mesh_dim_names or ()))

@@ -13,8 +13,11 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import parallelize_module
 
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.parallel.dispatch import direct, dispatched
-from torchtitan_graph.parallel.layout import CP, EP, EXPERT_TP, TP, Layout, ParallelDims
+from torchtitan_graph.ops.route import Route
+from torchtitan_graph.ops.wire import Wire
+from torchtitan_graph.parallel.by_machine import by_machine
+from torchtitan_graph.parallel.dispatch import Dispatch, Exchange, direct, dispatched
+from torchtitan_graph.parallel.layout import CP, EP, EP_FAR, EP_NEAR, EXPERT_TP, TP, Layout, ParallelDims
 from torchtitan_graph.parallel.plan import (
     MODULE_ROLES,
     ROLES,
@@ -29,12 +32,14 @@ from torchtitan_graph.parallel.plan import (
 from torchtitan_graph.parallel.sequence import Gathered, whole_rows
 
 
-def parallelize(model: nn.Module, plan: Plan, layout: Layout, *, loss_parallel: bool) -> None:
+def parallelize(
+    model: nn.Module, plan: Plan, layout: Layout, *, loss_parallel: bool, exchange: Exchange | None = None
+) -> None:
     """Apply the plan to the model in place; without effect where every axis in it has one rank.
 
     The model is on the meta device: nothing is allocated or sent. Tied parameters stay tied. `check_plan` has passed.
     """
-    modules = dict(model.named_modules())
+    modules, exchange = dict(model.named_modules()), exchange or Exchange()
     if layout.degree(CP) > 1:
         degree, group = layout.degree(CP), layout.group(CP).group_name
         for name in context_modules(model, plan):
@@ -56,14 +61,25 @@ def parallelize(model: nn.Module, plan: Plan, layout: Layout, *, loss_parallel: 
         else:
             parallelize_module(module, layout.submesh(TP), table_style(role, loss_parallel))
     for name, role in _by_name(modules, on_ep).items():
+        module, group = modules[name], layout.group(EP).group_name
         if role == "route":
-            modules[name].route = partial(direct, layout.expert_submesh(EP))  # type: ignore[assignment]
+            width = int(module.w1.shape[-1]) if exchange.float8 else 0  # type: ignore[union-attr]
+            module.route = _route(layout, Dispatch(group, layout.degree(EP), Wire(width)), exchange)  # type: ignore[assignment]
         else:
-            modules[name].forward = partial(dispatched, layout.expert_submesh(EP), modules[name].forward)
+            module.forward = partial(dispatched, Dispatch(group, layout.degree(EP), Wire()), module.forward)
     for first, *others in tied:
         parameter = model.get_parameter(first)
         for name in others:
             setattr(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], parameter)
+
+
+def _route(layout: Layout, dispatch: Dispatch, exchange: Exchange) -> Callable[..., Route]:
+    """Return the function that makes routes to the experts of all ranks of `ep`."""
+    if not (near := layout.dims.ep_near):
+        return partial(direct, dispatch)
+    between = 1 < near < dispatch.degree
+    far, inside = (layout.group(axis).group_name if between else "" for axis in (EP_FAR, EP_NEAR))
+    return partial(by_machine, dispatch, far, inside, near, exchange.exact)
 
 
 def context_modules(model: nn.Module, plan: Plan) -> list[str]:

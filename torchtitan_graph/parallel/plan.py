@@ -24,7 +24,7 @@ An axis without a role does not change a rank's computation there.
 
 | role of a module | under expert parallelism |
 |---|---|
-| route    | sends tokens to their experts' ranks and results back, by its attribute `route`, see layers/route.py |
+| route    | sends tokens to their experts' ranks and results back, by its attribute `route`, see ops/route.py |
 | dispatch | sends each row of its first argument to the rank that holds the row's expert, and the results back |
 | apart    | see below |
 | partial  | see below |

@@ -11,11 +11,13 @@ import torch
 from torch.fx import GraphModule, Node
 
 from torchtitan_graph.analysis.cost import Costs
+from torchtitan_graph.analysis.flops import matmul_flops
 from torchtitan_graph.analysis.liveness import in_one_part, owners, scratch_of, size_of
 from torchtitan_graph.analysis.timeline import Timeline
 from torchtitan_graph.analysis.traffic import collective_of, group_of
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.collectives import made_from_inputs
+from torchtitan_graph.graph.edit import aliased
 from torchtitan_graph.ops.operator import ALL_TO_ALL, operator_of
 
 c10d = torch.ops._c10d_functional
@@ -56,7 +58,7 @@ def overlap_collectives(gm: GraphModule, costs: Costs, part_of: Callable[[Node],
             for node in made_from_inputs(_start(wait)):
                 before.prepend(node)
     for start in (_start(wait) for wait in others if collective_of(_start(wait)) is ALL_TO_ALL):
-        max(start.all_input_nodes).append(start)
+        _send_early(start)
     _start_host_reads_early(gm)
     order = {node: i for i, node in enumerate(gm.graph.nodes)}
     for wait in (wait for wait in others if wait.users):
@@ -70,6 +72,22 @@ def overlap_collectives(gm: GraphModule, costs: Costs, part_of: Callable[[Node],
     _start_earlier(gm, gathers, [_start(wait) for stages in reductions for wait in stages], costs, part_of)
     gm.recompile()
     return gm
+
+
+def _send_early(start: Node) -> None:
+    """Move an exchange, with what only puts its message together, right behind what these read."""
+    chain, reads = {start}, list(start.all_input_nodes)
+    while reads:
+        node = reads.pop()
+        op = operator_of(node.target)
+        is_local = node.op == "call_function" and not (op.waits or op.attention or op.recompute == "never")
+        is_small = is_local and not matmul_flops(node) and not any(is_write for _, is_write in aliased(node))
+        if node not in chain and is_small and chain.issuperset(node.users):
+            chain.add(node)
+            reads += node.all_input_nodes
+    place = max(x for node in chain for x in node.all_input_nodes if x not in chain)
+    for node in sorted(chain, reverse=True):
+        place.append(node)
 
 
 def _start_host_reads_early(gm: GraphModule) -> None:

@@ -108,7 +108,8 @@ class Assembly:
         self._fuse(model)
         # A loss or a step of the user's sees whole logits.
         loss_parallel = options.loss_parallel and options.own_loss is None and options.own_step is None
-        parallelize(model, plan_of(self.family, model), layout, loss_parallel=loss_parallel)
+        plan = plan_of(self.family, model)
+        parallelize(model, plan, layout, loss_parallel=loss_parallel, exchange=options.exchange)
         if self.reference is not None:
             frozen = self.reference.model
             self._set_up(frozen, ExpertTraining(forced_balance=options.experts.forced_balance))

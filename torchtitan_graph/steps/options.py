@@ -19,6 +19,7 @@ from torchtitan_graph.log import logger
 from torchtitan_graph.loss import Regularizers
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.models.layers.moe import AuxiliaryLoss, ExpertTraining, MoE
+from torchtitan_graph.parallel.dispatch import Exchange
 from torchtitan_graph.parallel.recompute import Budget, Recompute
 from torchtitan_graph.parallel.schedule import Schedule, plan_pipeline
 from torchtitan_graph.parallel.storage import NONE, Precision, Reshard
@@ -69,6 +70,7 @@ class StepOptions:
     seed             of the numbers for verifying passes
     mtp_weight       weight of the loss of the layers that predict more tokens
     pipeline         the schedule of its stages, where there are any
+    exchange         how tokens are exchanged for experts, besides by machine or not
     once             the parameters that a whole model's step gathers, and whose gradients it reduces, once: NONE,
                      EXPERTS, ALL, or AUTO: as memory allows
     pairs            a whole model's step runs a microbatch's backward beside the next one's forward
@@ -110,6 +112,7 @@ class StepOptions:
     seed: int = 0
     mtp_weight: float = 0.3
     pipeline: Schedule | None = None
+    exchange: Exchange = Exchange()
     once: str = NONE
     pairs: bool = False
     precompiled: Precompiled | None = None
@@ -174,6 +177,7 @@ def step_options(config: JobConfig, model: Decoder, num_microbatches: int, targe
         )
     if moe.early_scores:
         _check_early_scores(config, model)
+    _check_exchange(config, model)
     pipeline = _pipeline(config, model, num_microbatches)
     auxiliary = AuxiliaryLoss(moe.load_balance_loss, moe.load_balance_over == "sequence", moe.router_z_loss)
     return StepOptions(
@@ -212,6 +216,9 @@ def step_options(config: JobConfig, model: Decoder, num_microbatches: int, targe
         offload=_offload(config, model, pipeline, target),
         cpu_offload=_cpu_offload(config, target),
         pipeline=pipeline,
+        exchange=Exchange(
+            exact=config.parallelism.exchange_sums == "exact", float8=config.parallelism.exchange_dtype == "float8"
+        ),
         **_shared(config, num_microbatches),
         recorders=_recorders(config, target),
         float8=plan_float8(config, model, target),
@@ -233,6 +240,20 @@ def _check_early_scores(config: JobConfig, model: Decoder) -> None:
     else:
         return
     raise UserError(f"{option}: {name} {why}; set it to false")
+
+
+def _check_exchange(config: JobConfig, model: Decoder) -> None:
+    """Check that a model's experts can exchange tokens as asked."""
+    parallelism = config.parallelism
+    if any(isinstance(module, MoE) for module in model.modules()):
+        return
+    for key, plain in (("expert_exchange", "direct"), ("exchange_dtype", "model")):
+        if (value := getattr(parallelism, key)) != plain:
+            name = " ".join(filter(None, (config.model.name, config.model.flavor)))
+            raise UserError(
+                f"parallelism.{key} = {value!r}: {name} has no experts of this package's, which alone exchange tokens"
+                f" so; set it to {plain}"
+            )
 
 
 def own_step(training: job.Training) -> NamedStep | None:

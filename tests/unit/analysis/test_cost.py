@@ -216,7 +216,7 @@ def test_the_host_knows_how_many_rows_it_sends_when_they_are_counted() -> None:
 
     def sent(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
         z = x @ y
-        rows = own.exchange(x, counted(x, y), False, N, "a")
+        rows = own.exchange(x, counted(x, y), False, N, True, "a")
         return z, wait(rows), x + y
 
     until_counted = estimate(graph_of(lambda x, y: (x @ y, counted(x, y))), LATE).seconds

@@ -131,7 +131,8 @@ PACKAGE = Path(operator.__file__).parents[1]
 OWN = {str(op).split(".")[1] for op in operator._DECLARED if str(op).startswith("torchtitan_graph.")}
 # Models, layers and losses compute with operators; everything else asks for their declarations. These passes insert
 # copies, so they name them.
-COMPUTE = ("ops/", "models/", "quantize/", "loss.py", "check/kernels.py", "parallel/dispatch.py")
+COMPUTE = ("ops/", "models/", "quantize/", "loss.py", "check/kernels.py")
+COMPUTE += ("parallel/dispatch.py", "parallel/by_machine.py")
 INSERT = ("bucket_collectives", "offload_activations", "overlap_copies", "rest_on_host")
 EXCEPTIONS = tuple(f"passes/{name}.py" for name in INSERT)
 

@@ -43,17 +43,16 @@ def test_the_host_reads_once_a_layer_whatever_is_recomputed(layout_of: Callable,
     assert len(calls(again, ours.regroup.default)) > len(calls(kept, ours.regroup.default))
 
 
-@pytest.mark.parametrize("disabled", [[], ["overlap_collectives"]], ids=["early", "as-traced"])
-def test_the_host_waits_for_how_many_rows_while_they_are_put_in_order(layout_of: Callable, disabled: list[str]) -> None:
+def test_the_host_waits_for_how_many_rows_while_they_are_put_in_order(layout_of: Callable) -> None:
     """Told after the rows are in order, it would wait while the device has nothing to do."""
-    gm = graphs(layout_of(dp_shard=4, ep=2), disabled=disabled).train.gm
+    gm = graphs(layout_of(dp_shard=4, ep=2)).train.gm
     order, between = place(gm), []
     for told in calls(gm, ours.row_splits.default):
         first = min((node for node in told.users if node.target is EXCHANGE), key=order.__getitem__)
         rows = first.all_input_nodes[0]
         assert rows.target is aten.index_select.default
         between.append(order[told] < order[rows] < order[first])
-    assert between == [not disabled] * (NUM_LAYERS - 1)
+    assert between == [True] * (NUM_LAYERS - 1)
 
 
 def test_shared_experts_run_while_results_travel(layout_of: Callable) -> None:

@@ -107,7 +107,7 @@ def test_expert_parallel_sends_each_row_there_and_back(layout_of, dims: Parallel
     found = sent_by(cell, layout_of(**dataclasses.asdict(dims)))
     num_layers, num_experts, rows = 2, 6, T // dims.data * 2  # the first layer is dense; each token has two experts
     assert found[EP] == {
-        "exchange": num_layers * (4 * rows * D + 2 * rows) * FP32 // 2,  # each row's score goes there, its gradient back
+        "exchange": num_layers * (4 * rows * D + 2 * rows) * FP32 // 2,  # a row's score, its gradient
         "all_to_all_single": num_layers * num_experts * 8 // 2,
     }
     if dims.tp == 1:

@@ -19,6 +19,7 @@ reads, it is not: a product less. The sum is the same but for rounding.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -29,9 +30,9 @@ from torch import Tensor, nn
 from torchtitan_graph.models.layers.feed_forward import FeedForward, SwiGLU
 from torchtitan_graph.models.layers.init import RESIDUAL
 from torchtitan_graph.models.layers.lora import product_of_stack
-from torchtitan_graph.models.layers.route import Route, Slots, at_home, slots_of
 from torchtitan_graph.ops.elementwise import LIMIT, STEEPNESS, swiglu
 from torchtitan_graph.ops.experts import grouped_add
+from torchtitan_graph.ops.route import Route, Slots, Spread, at_home, slots_of
 
 c10d = torch.ops._c10d_functional
 
@@ -77,6 +78,27 @@ class MoEConfig:
     shared_dim: int = 0
     biased: bool = False
     clamped_swiglu: bool = False
+
+    def mean_parts(self, number: int) -> float:
+        """Return in how many of a number of equal parts of the experts a token's experts are, on average: each expert
+        is as likely, within the groups that are chosen, each as likely."""
+        of_part, of_group = self.num_experts // number, self.num_experts // self.num_groups
+        may = self.num_chosen_groups * of_group  # experts of the chosen groups
+
+        def missed(inside: int) -> float:
+            return math.comb(may - inside, self.top_k) / math.comb(may, self.top_k)
+
+        if of_part < of_group:  # a part of a group
+            share = self.num_chosen_groups / self.num_groups
+            return number * share * (1 - missed(of_part))
+        each, others = of_part // of_group, self.num_groups - of_part // of_group
+        ways = {
+            k: math.comb(each, k) * math.comb(others, self.num_chosen_groups - k)
+            for k in range(each + 1)
+            if self.num_chosen_groups - k <= others and k <= self.num_chosen_groups
+        }
+        of_none = sum(count * missed(k * of_group) for k, count in ways.items()) / sum(ways.values())
+        return number * (1 - of_none)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,7 +224,7 @@ class Experts(nn.Module):
         self.b1 = nn.Parameter(torch.empty(E, F_)) if config.biased else None
         self.b2 = nn.Parameter(torch.empty(E, dim)) if config.biased else None
         self.b3 = nn.Parameter(torch.empty(E, F_)) if config.biased else None
-        self.route: Callable[[Slots], Route] = at_home
+        self.route: Callable[[Slots, Spread], Route] = at_home
 
     def forward(self, x_SD: Tensor, load_E: Tensor, scores_S1: Tensor | None = None) -> Tensor:
         """Run the experts on rows sorted by expert, `load_E` of them for each. Scores multiply what the last product
@@ -266,7 +288,7 @@ class MoE(nn.Module):
         x_TD = x_BLD.flatten(0, 1)
         scores_TA, chosen_TA, logits_TE = self.router(x_TD)
         slots = slots_of(chosen_TA, self.config.num_experts)
-        route = self.experts.route(slots)
+        route = self.experts.route(slots, self.config.mean_parts)
         x_SD, scores_S1 = route.out(x_TD), route.numbers(scores_TA.to(x_TD.dtype))
         if self.config.score_input:
             y_SD = self.experts(x_SD * scores_S1, route.load_E)

@@ -18,8 +18,8 @@ from torchtitan_graph.models.layers.attention import Seen, attend
 from torchtitan_graph.models.layers.lora import add_adapter
 from torchtitan_graph.models.layers.masks import Mask, as_bias
 from torchtitan_graph.models.layers.moe import in_turn
-from torchtitan_graph.models.layers.route import slots_of
 from torchtitan_graph.ops.experts import every_second, grouped_add, grouped_mm, permuted
+from torchtitan_graph.ops.route import slots_of
 from torchtitan_graph.transformers_private import documents_by_masks, register, rule_of
 
 CORRECTION_BIASES = ("e_score_correction_bias", "expert_bias")

@@ -47,6 +47,10 @@ def slots_of(chosen_TA: Tensor, num_experts: int) -> Slots:
     return Slots(chosen_TA, order_S, inverse_S, offsets_E.diff(prepend=offsets_E.new_zeros(1)))
 
 
+# (number of equal parts of the experts) -> in how many of them a token's experts are, on average
+Spread = Callable[[int], float]
+
+
 class Way(Protocol):
     """A map from tokens to experts' rows, and its transpose. It takes tensors that `Route` holds."""
 
@@ -148,17 +152,19 @@ class AtHome:
 
     copies: int
 
-    def out(self, x_TD: Tensor, order_S: Tensor, inverse_S: Tensor) -> Tensor:
-        return copied(x_TD, order_S, self.copies)
+    # Tensors: the slots' order and its inverse.
 
-    def back(self, y_SD: Tensor, order_S: Tensor, inverse_S: Tensor) -> Tensor:
+    def out(self, x_TD: Tensor, *tensors: Tensor) -> Tensor:
+        return copied(x_TD, tensors[0], self.copies)
+
+    def back(self, y_SD: Tensor, *tensors: Tensor) -> Tensor:
         return y_SD.view_as(y_SD)
 
-    def home(self, rows: Tensor, order_S: Tensor, inverse_S: Tensor) -> Tensor:
-        return summed(rows, inverse_S, self.copies)
+    def home(self, rows: Tensor, *tensors: Tensor) -> Tensor:
+        return summed(rows, tensors[1], self.copies)
 
 
-def at_home(slots: Slots) -> Route:
+def at_home(slots: Slots, spread: Spread) -> Route:
     """Return the route to experts that are all on this rank."""
     _, order_S, inverse_S, load_E = slots
 

@@ -172,7 +172,7 @@ def forecast(assembly: Assembly, graphs: Graphs, optimizer: job.Optimizer, stage
         if peak.part is not None:
             stage_number, name, node = peak.part
             del by[RUNS]
-            by = _sum(by, at_node(graphs.train[stage_number].parts.by_name[name].gm, node))
+            by = _sum(by, at_node(graphs.train[stage_number].all_parts[name].gm, node))
         offloaded = _offloaded_of_stages(graphs.train, options.pipeline.actions[stage_rank])
         for stage in graphs.train.values():
             for name, part in stage.parts.by_name.items():

@@ -154,8 +154,6 @@ def _accumulation(config: JobConfig) -> Iterator[Problem]:
     if degrees.pipeline_parallel_degree > 1:
         if which != "none":
             yield Problem(_ONCE, "a pipeline's stages reduce all gradients once a step in any case; leave it out")
-        if pairs:
-            yield Problem(_PAIRS, "a pipeline's schedule says what runs when; set it to false")
         return
     if which == "experts" and degrees.expert_parallel_degree == 1:
         yield Problem(

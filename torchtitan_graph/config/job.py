@@ -510,8 +510,8 @@ class Parallelism:
     )
     overlap_microbatches: bool = option(
         False,
-        "Run a microbatch's backward beside the next one's forward, as one graph, so that one computes while the other"
-        " communicates; the activations of both are in memory.",
+        "Run a microbatch's backward beside the next one's forward, or in a pipeline DualPipeV's pairs, as one graph:"
+        " one computes while the other communicates; the activations of both are in memory.",
     )
     tensor_parallel_degree: int = option(
         1, "Shards of the matrix products (tensor parallel with sequence parallel).", minimum=1
@@ -534,6 +534,13 @@ class Parallelism:
         None,
         "File with a schedule of your own, instead of pipeline_parallel_schedule: a line for each rank with its"
         " actions, such as 0F0,0F1,0B0,0B1 (stage, F or B or its halves I and W, microbatch).",
+    )
+    pipeline_parallel_deferred_weights: int | None = option(
+        None,
+        "Microbatches whose weights' gradients ZBVZeroBubble and DualPipeV put off at once, on each rank: what these"
+        " need is in memory until then. Not set: 2 where activations are computed again in backward, which would all be"
+        " kept; else as many as the schedule does.",
+        minimum=1,
     )
     pipeline_parallel_microbatch_size: int = option(
         1,

@@ -29,6 +29,12 @@ BACKWARD, PAIR = ("backward", "backward_and_add"), ("pair", "pair_and_add")  # o
 EARLIER, NEXT = "earlier_", "next_"
 
 
+def beside(place: int) -> str:
+    """Return the name of the part that runs a stage's forward beside backward of a stage of the same rank, given the
+    latter's place among the rank's stages."""
+    return f"beside_{place}"
+
+
 class StageGraph(NamedTuple):
     """A stage's final graphs; nothing is allocated yet.
 
@@ -40,7 +46,8 @@ class StageGraph(NamedTuple):
     reduce_dtype  of the sum of gradients over the microbatches
     joined        of a whole model: FIRST is `gather` beside `forward`, BACKWARD `backward` beside the sums of its
                   gradients with the earlier ones, PAIR that beside the next microbatch's `forward`, where pairs are to
-                  run, and LAST `backward` beside the last sums and `reduce`
+                  run, and LAST `backward` beside the last sums and `reduce`. Of a pipeline's stage: `forward` beside
+                  backward of the rank's other stages, by `beside`, as the schedule's pairs ask
     """
 
     parts: Parts
@@ -85,7 +92,7 @@ class Stage:
         """Begin a step: gather the weights, if that is done once a step; a whole model does it in the first forward."""
         self._bound = self._state.tensors()
         self._common = dict(zip(self._state_names, self._bound, strict=True))
-        if not self.graph.joined:
+        if FIRST not in self.graph.joined:
             self._common |= self._call("gather", {})
         self._sums, self.losses, self.state = {}, [], {}
 
@@ -152,6 +159,24 @@ class Stage:
         self.losses += [made[value] for value in self.graph.parts.outputs["loss"].values()]
         self._held[i] = {name: x for name, x in {**inputs, **made}.items() if self._is_read(name, self._backward)}
 
+    def forward_beside(
+        self, i: int, inputs: Inputs, x: Tensor | None, place: int, other: Stage, j: int, dy: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Run forward on microbatch `i` beside backward of the rank's stage at `place`, `other`, on microbatch `j`, and
+        add its gradients to the sums; return the results of both."""
+        theirs, mine = other._held.pop(j), self._given(*inputs(), x)
+        if dy is not None:
+            theirs[other._input_names[-1]] = dy
+        held = theirs | {NEXT + name: value for name, value in mine.items()}
+        common = other._common | {NEXT + name: value for name, value in self._common.items()}
+        given = self._call(beside(place), held, common=common)
+        made = {name.removeprefix(NEXT): given.pop(name) for name in [n for n in given if n.startswith(NEXT)]}
+        self._hold(i, mine, made)
+        other._take_state(given)
+        other._add_up(given, held | given)
+        y, dx = self.graph.parts.outputs["output"].get("y", ""), other.graph.parts.outputs["output"].get("dx", "")
+        return made.get(y), given.get(dx)
+
     def backward_input(self, i: int, dy: Tensor | None) -> Tensor | None:
         """Run backward on the gradient of `forward`'s result; return that of its input. Unless backward is split, it is
         all of backward."""
@@ -206,12 +231,14 @@ class Stage:
         self._add({name: layout.unflatten([given[values[name]]]) for name, layout in self._layouts.items()}, ())
         self._sums, self._common = {}, {}
 
-    def _call(self, part: str, held: dict[str, Tensor], later: Sequence[str] = ()) -> dict[str, Tensor]:
+    def _call(
+        self, part: str, held: dict[str, Tensor], later: Sequence[str] = (), common: Mapping[str, Tensor] | None = None
+    ) -> dict[str, Tensor]:
         """Run a part on a microbatch's values and the common ones; drop those that no later part reads."""
-        inputs = []
+        inputs, common = [], self._common if common is None else common
         for name in self.parts[part].reads:
             if name not in held:
-                inputs.append(self._common[name])
+                inputs.append(common[name])
             elif self._is_read(name, later):
                 inputs.append(held[name])
             else:
@@ -278,9 +305,10 @@ class Pipeline:
             stage.begin()
         messages = _Messages(self.schedule.rank_of, self.layout, self._device)
         num_left = dict.fromkeys(self.stages, len(microbatches))
+        together = {*self.schedule.pairs.values()}
         through: list[Stage] = []  # stages after their last backward: sends to other ranks go before their reductions
-        for kind, number, i in self.schedule.actions[self.rank]:
-            stage = self.stages[number]
+        for action in self.schedule.actions[self.rank]:
+            (kind, number, i), stage = action, self.stages[action.stage]
             if kind in COMPUTING:
                 _reduce(through)
             step = 1 if kind.endswith("F") else -1  # from the sending stage to the receiving one
@@ -288,14 +316,22 @@ class Pipeline:
                 messages.send(kind[-1], number + step, i)
             if kind.startswith("RECV"):
                 messages.receive(kind[-1], number, i, number - step, stage.graph.passed)
-            if kind == "F":
-                x = messages.take("F", number, i) if number else None
+            x = messages.take("F", number, i) if kind == "F" and number else None
+            if action in self.schedule.pairs:
+                _, other, j = self.schedule.pairs[action]
+                dy = messages.take("B", other, j) if other < self.num_stages - 1 else None
+                place = list(self.stages).index(other)
+                y, dx = stage.forward_beside(i, microbatches[i], x, place, self.stages[other], j, dy)
+                messages.put("F", number + 1, i, y)
+                messages.put("B", other - 1, j, dx)
+            elif kind == "F":
                 messages.put("F", number + 1, i, stage.forward(i, microbatches[i], x))
-            if kind in ("B", "I"):
+            if kind in ("B", "I") and action not in together:
                 dy = messages.take("B", number, i) if number < self.num_stages - 1 else None
                 messages.put("B", number - 1, i, stage.backward_input(i, dy))
             if kind in ("B", "W"):
-                stage.backward_weight(i)
+                if action not in together:
+                    stage.backward_weight(i)
                 num_left[number] -= 1
                 if not num_left[number]:
                     through.append(stage)

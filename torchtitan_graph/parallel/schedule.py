@@ -14,7 +14,7 @@ from torchtitan_graph.config import job
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.nearest import did_you_mean
 from torchtitan_graph.small_files import BadFile, read_text
-from torchtitan_graph.torch_private.pipelines import PipelineAction, pipeline_order, with_messages
+from torchtitan_graph.torch_private.pipelines import Pairs, PipelineAction, pipeline_order, with_messages
 
 # Schedules, and the number of stages of a rank: exactly one, exactly two (V: the first and the last stage are on one
 # rank), or any number from two on.
@@ -36,14 +36,21 @@ class Schedule:
     stages   the modules of each stage, by name
     actions  of each rank along pp, in order
     rank_of  each stage's rank along pp
+    pairs    forwards that run beside the backward right behind them, as one
     """
 
     stages: tuple[tuple[str, ...], ...]
     actions: tuple[tuple[PipelineAction, ...], ...]
     rank_of: tuple[int, ...]
+    pairs: Pairs = dataclasses.field(default_factory=dict)
 
     def stages_of(self, rank: int) -> list[int]:
         return [stage for stage, owner in enumerate(self.rank_of) if owner == rank]
+
+    def pairs_of(self, rank: int) -> list[tuple[int, int]]:
+        """Return the stages of a rank's pairs: of the forward, and of the backward."""
+        found = ((a.stage, self.pairs[a].stage) for a in self.actions[rank] if a in self.pairs)
+        return list(dict.fromkeys(found))
 
     @property
     def splits_backward(self) -> bool:
@@ -68,7 +75,7 @@ class Schedule:
         """Return the time at which each rank has finished its actions.
 
         Args:
-            seconds: of a computing action.
+            seconds: of a computing action; of a pair those of its forward, which waits for both inputs.
             before: seconds of a rank's work before it waits for such an action's input.
             message: seconds in transit of an action's message; messages in one direction between
                 two ranks go one after the other, each once it is sent and the receiver asks for it.
@@ -80,6 +87,12 @@ class Schedule:
         free: dict[tuple[int, int], float] = {}  # when the link between two ranks is free
         last = len(self.stages) - 1
 
+        def way_of(kind: str) -> str:
+            return "F" if kind in ("F", "SEND_F", "RECV_F") else "B"
+
+        def waits(action: PipelineAction) -> bool:
+            return action.stage > 0 if action.kind == "F" else action.stage < last and action.kind != "W"
+
         def travel(what: tuple[str, int, int]) -> None:
             action, when = sent.pop(what)
             way = self.rank_of[action.stage], self.rank_of[what[1]]
@@ -89,7 +102,7 @@ class Schedule:
             for rank, order in enumerate(self.actions):
                 while places[rank] < len(order):
                     kind, stage, i = action = order[places[rank]]
-                    way = "F" if kind in ("F", "SEND_F", "RECV_F") else "B"
+                    way = way_of(kind)
                     if kind.startswith("SEND"):
                         what = way, stage + 1 if way == "F" else stage - 1, i
                         sent[what] = action, now[rank]
@@ -97,10 +110,11 @@ class Schedule:
                         what = way, stage, i
                         asked[what] = now[rank]
                     else:
-                        waits = stage > 0 if kind == "F" else stage < last and kind != "W"
-                        if waits and (way, stage, i) not in there:
+                        together = [action, self.pairs[action]] if action in self.pairs else [action]
+                        needed = [(way_of(a.kind), a.stage, a.microbatch) for a in together if waits(a)]
+                        if not there.keys() >= {*needed}:
                             break  # until other ranks have advanced
-                        begin = there[way, stage, i] if waits else 0.0
+                        begin = max((there[each] for each in needed), default=0.0)
                         now[rank] = max(now[rank] + before(action), begin) + seconds(action)
                         what = way, stage + 1 if way == "F" else stage - 1, i
                         if kind != "W" and 0 <= what[1] <= last and self.rank_of[what[1]] == rank:
@@ -111,8 +125,13 @@ class Schedule:
         return now
 
 
-def plan_pipeline(options: job.Parallelism, modules: Sequence[str], num_microbatches: int) -> Schedule:
+def plan_pipeline(
+    options: job.Parallelism, modules: Sequence[str], num_microbatches: int, most_deferred: int | None = None
+) -> Schedule:
     """Divide a model's modules, in the order of forward, into stages, and schedule a step's microbatches.
+
+    Args:
+        most_deferred: the microbatches whose weights' gradients a rank may put off at once; None: as the schedule does.
 
     Raises:
         UserError: the options don't fit the model, the number of ranks or of microbatches.
@@ -126,11 +145,18 @@ def plan_pipeline(options: job.Parallelism, modules: Sequence[str], num_microbat
         )
     path = options.pipeline_parallel_schedule_csv
     if path is not None:
-        orders: Sequence[Sequence[PipelineAction]] = read_csv(Path(path), num_ranks, num_microbatches)
+        if most_deferred is not None:
+            raise UserError(
+                f"{_DEFERRED} = {most_deferred}: not with {_CSV}, which says when each W runs; leave it out"
+            )
+        orders: Sequence[Sequence[PipelineAction]]
+        orders, pairs = read_csv(Path(path), num_ranks, num_microbatches)
+        pairs = pairs if options.overlap_microbatches else {}
+        _check_pairs(options, pairs)
         num_stages = 1 + max(action.stage for order in orders for action in order)
         problem = _find_bad_order(orders, num_stages, num_microbatches)
         try:
-            actions, rank_of = ([], []) if problem else with_messages(orders, num_stages, num_microbatches)
+            actions, rank_of = ([], []) if problem else with_messages(orders, num_stages, num_microbatches, pairs)
         except (AssertionError, ValueError, KeyError) as error:
             problem = str(error).partition("\n")[0] or "no rank could go on"
         if problem:
@@ -138,7 +164,8 @@ def plan_pipeline(options: job.Parallelism, modules: Sequence[str], num_microbat
                 f"{_CSV} = {path!r}: {problem}; every stage needs F, and B or I and W, of each of the"
                 f" {num_microbatches} microbatches, all on one rank, each after what it waits for"
             )
-        return Schedule(_divide(options, modules, num_stages), tuple(map(tuple, actions)), tuple(rank_of))
+        stages = _divide(options, modules, num_stages)
+        return Schedule(stages, tuple(map(tuple, actions)), tuple(rank_of), pairs)
     name = options.pipeline_parallel_schedule
     num_stages = _count_stages(options)
     stages = _divide(options, modules, num_stages)
@@ -154,11 +181,50 @@ def plan_pipeline(options: job.Parallelism, modules: Sequence[str], num_microbat
             f" don't make {rounds} equal rounds over {num_ranks} ranks; let their number be a multiple of"
             f" parallelism.pipeline_parallel_degree: {_MORE}"
         )
-    orders = _orders(name, num_ranks, num_stages, num_microbatches)
-    actions, rank_of = with_messages(orders, num_stages, num_microbatches)
-    return Schedule(stages, tuple(map(tuple, actions)), tuple(rank_of))
+    orders, pairs = _orders(name, num_ranks, num_stages, num_microbatches)
+    pairs = pairs if options.overlap_microbatches else {}
+    _check_pairs(options, pairs)
+    if most_deferred is not None:
+        if SCHEDULES[name] != V:
+            raise UserError(
+                f"{_DEFERRED} = {most_deferred}: {name} puts no weights' gradients off; take ZBVZeroBubble or"
+                " DualPipeV, or leave it out"
+            )
+        orders = [_deferring(order, most_deferred) for order in orders]
+    actions, rank_of = with_messages(orders, num_stages, num_microbatches, pairs)
+    return Schedule(stages, tuple(map(tuple, actions)), tuple(rank_of), pairs)
 
 
+def _check_pairs(options: job.Parallelism, pairs: Pairs) -> None:
+    if options.overlap_microbatches and not pairs:
+        of_csv = options.pipeline_parallel_schedule_csv is not None
+        what = f"the schedule of {_CSV}" if of_csv else options.pipeline_parallel_schedule
+        raise UserError(
+            f"parallelism.overlap_microbatches = true: {what} runs no forward beside a backward; take"
+            ' pipeline_parallel_schedule = "DualPipeV", or set it to false'
+        )
+
+
+def _deferring(order: Sequence[PipelineAction], most: int) -> list[PipelineAction]:
+    """Return a rank's order with at most so many microbatches, of all its stages, whose weights' gradients are still to
+    be computed: the oldest ones' are computed before the next is put off."""
+    found: list[PipelineAction] = []
+    waiting: list[PipelineAction] = []
+    done: set[PipelineAction] = set()
+    for action in order:
+        if action.kind == "I":
+            if len(waiting) == most:
+                found.append(waiting.pop(0))
+                done.add(found[-1])
+            waiting.append(action._replace(kind="W"))
+        elif action in waiting:
+            waiting.remove(action)
+        if action not in done:
+            found.append(action)
+    return found
+
+
+_DEFERRED = "parallelism.pipeline_parallel_deferred_weights"
 _CSV = "parallelism.pipeline_parallel_schedule_csv"
 _MORE = (
     "raise training.global_batch_size or training.local_batch_size, or lower"
@@ -166,9 +232,11 @@ _MORE = (
 )
 
 
-def _orders(name: str, num_ranks: int, num_stages: int, num_microbatches: int) -> Sequence[Sequence[PipelineAction]]:
+def _orders(
+    name: str, num_ranks: int, num_stages: int, num_microbatches: int
+) -> tuple[Sequence[Sequence[PipelineAction]], Pairs]:
     if name == "1F1B":  # torch's 1F1B begins with a backward on the last rank (2.11 to 2.15)
-        return [_one_forward_one_backward(rank, num_ranks - rank, num_microbatches) for rank in range(num_ranks)]
+        return [_one_forward_one_backward(rank, num_ranks - rank, num_microbatches) for rank in range(num_ranks)], {}
     return pipeline_order(name, num_ranks, num_stages // num_ranks, num_microbatches)
 
 
@@ -281,9 +349,9 @@ def _find_bad_order(orders: Sequence[Sequence[PipelineAction]], num_stages: int,
     return None
 
 
-def read_csv(path: Path, num_ranks: int, num_microbatches: int) -> list[list[PipelineAction]]:
-    """Return each rank's actions from a file: a line for each, actions such as 0F0, 1B0, 0I2 or 0W2 (stage, kind,
-    microbatch) separated by commas, empty where it waits; (0F3;1B0)OVERLAP_F_B for two side by side.
+def read_csv(path: Path, num_ranks: int, num_microbatches: int) -> tuple[list[list[PipelineAction]], Pairs]:
+    """Return each rank's actions, and the pairs, from a file: a line for each, actions such as 0F0, 1B0, 0I2 or 0W2
+    (stage, kind, microbatch) separated by commas, empty where it waits; (0F3;1B0)OVERLAP_F_B for two side by side.
 
     Raises:
         UserError: it can't be read; names the line.
@@ -298,6 +366,7 @@ def read_csv(path: Path, num_ranks: int, num_microbatches: int) -> list[list[Pip
     if len(lines) != num_ranks:
         raise UserError(f"{_CSV} = {str(path)!r}: has {len(lines)} lines of actions, but there are {num_ranks} ranks")
     orders: list[list[PipelineAction]] = []
+    together: dict[PipelineAction, PipelineAction] = {}
     for number, line in enumerate(lines, 1):
         cells = [cell.strip() for cell in line if cell.strip()]
         pairs = [_SIDE_BY_SIDE.fullmatch(cell) for cell in cells]
@@ -312,6 +381,16 @@ def read_csv(path: Path, num_ranks: int, num_microbatches: int) -> list[list[Pip
                 )
             actions.append(PipelineAction(found[2], int(found[1]), int(found[3])))
         orders.append(actions)
+        by_word = dict(zip(words, actions, strict=True))
+        for cell, m in zip(cells, pairs, strict=True):
+            inside = [by_word[w.strip()] for w in m[1].split(";")] if m else []
+            if len(inside) == 2 and [a.kind for a in inside] == ["F", "B"] and inside[0].stage != inside[1].stage:
+                together[inside[0]] = inside[1]
+            elif m:
+                raise UserError(
+                    f"{_CSV} = {str(path)!r}, line {number}: {cell!r}: side by side run a forward and the backward of"
+                    " another stage, such as (0F3;1B0)OVERLAP_F_B"
+                )
         if repeated := next((word for word, count in Counter(words).items() if count > 1), None):
             raise UserError(f"{_CSV} = {str(path)!r}, line {number}: {repeated} is there more than once")
-    return orders
+    return orders, together

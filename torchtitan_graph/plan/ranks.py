@@ -205,4 +205,6 @@ def _kind(place: int, model: Decoder, options: StepOptions) -> Hashable:
     for stage in options.pipeline.stages_of(place):
         held = in_flight(options.pipeline, stage) if options.recompute.budget is not None else 0
         described.append((held, *(kind_of(name, model, options) for name in options.pipeline.stages[stage])))
-    return tuple(described)
+    stages = options.pipeline.stages_of(place)
+    pairs = [(stages.index(forward), stages.index(backward)) for forward, backward in options.pipeline.pairs_of(place)]
+    return tuple(described), tuple(sorted(pairs))

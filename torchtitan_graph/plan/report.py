@@ -8,7 +8,7 @@ from typing import Any
 from torchtitan_graph.config import dump_toml
 from torchtitan_graph.device import GIB
 from torchtitan_graph.forecast import STEP
-from torchtitan_graph.parallel.layout import CP, DP_REPLICATE, EP, EXPERT_FSDP, EXPERT_TP, FSDP, PP, TP
+from torchtitan_graph.parallel.layout import CP, DP_REPLICATE, EP, EP_FAR, EP_NEAR, EXPERT_FSDP, EXPERT_TP, FSDP, PP, TP
 from torchtitan_graph.plan.ranks import CPU
 from torchtitan_graph.plan.simulate import JobForecast
 
@@ -33,9 +33,15 @@ _INSTEAD = {
     TP: ("a lower parallelism.tensor_parallel_degree", "tp,rows"),
     CP: ("a lower parallelism.context_parallel_degree", "cp,rows"),
     EP: (
-        "parallelism.overlap_microbatches, or a lower parallelism.expert_parallel_degree, at best within a machine",
+        'parallelism.expert_exchange = "by_machine", parallelism.overlap_microbatches, or a lower'
+        " parallelism.expert_parallel_degree, at best within a machine",
         "ep,rows,pairs",
     ),
+    EP_FAR: (
+        'parallelism.exchange_sums = "by_machine" and exchange_dtype = "float8", or parallelism.overlap_microbatches',
+        "ep,rows,pairs",
+    ),
+    EP_NEAR: ("a lower parallelism.expert_parallel_degree", "ep,rows,pairs"),
     EXPERT_TP: ("a lower parallelism.expert_tensor_parallel_degree", "ep,rows"),
 }
 

@@ -11,7 +11,7 @@ from torch.fx import GraphModule
 from torchtitan_graph.analysis.cost import Costs, Estimate, Link, estimate
 from torchtitan_graph.capture.traced import TracedResult
 from torchtitan_graph.parallel.layout import PP
-from torchtitan_graph.parallel.pipeline import StageGraph
+from torchtitan_graph.parallel.pipeline import StageGraph, beside
 from torchtitan_graph.parallel.schedule import COMPUTING, Schedule
 from torchtitan_graph.plan.ranks import BuiltJob, Rank
 from torchtitan_graph.rates import Rates
@@ -143,9 +143,9 @@ def _pipelined(job: BuiltJob, prices: Prices, shown: int) -> StepTime:
             passed[number] = stage.passed.nbytes
             cast, summed = costs.moving(cast_for_sums(stage)), costs.accumulating(sum(sums_of(stage).values()))
             adding[number] = cast, cast + summed
-            for name, part in stage.parts.by_name.items():
+            for name, part in stage.all_parts.items():
                 parts[number, name] = _estimate(part.gm, costs, known.setdefault(part.gm, []))
-    names = {number: [name for stage, name in parts if stage == number] for number, _ in parts}
+    names = {number: list(s.parts.by_name) for rank in job.ranks for number, s in rank.graphs.train.items()}  # type: ignore[union-attr]
     runs = [_runs(schedule, place, names) for place in range(len(job.ranks))]
     giving = [action for actions in schedule.actions for action in actions if action.kind in ("B", "W")]
     firsts = {action.stage: action for action in reversed(giving)}
@@ -212,7 +212,12 @@ def _runs(schedule: Schedule, place: int, names: Mapping[int, list[str]]) -> _Ru
     and a stage's gradients reduced when its last one's message is sent, before the next."""
     actions = [action for action in schedule.actions[place] if action.kind in COMPUTING]
     during: dict[PipelineAction, list[Key]] = {}
+    together, stages = {*schedule.pairs.values()}, schedule.stages_of(place)
     for action in actions:
+        if action in schedule.pairs or action in together:
+            pair = schedule.pairs.get(action)
+            during[action] = [(action.stage, beside(stages.index(pair.stage)))] if pair else []
+            continue
         backward = [name for name in names[action.stage] if name not in ("forward", *ONCE_A_STEP)]
         which = {"F": ["forward"], "B": backward, "I": backward[:1], "W": backward[1:]}[action.kind]
         during[action] = [(action.stage, name) for name in which]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Set
 from typing import Any, NamedTuple
 
 from torch.fx import GraphModule, Node
@@ -18,7 +18,7 @@ from torchtitan_graph.analysis.liveness import (
     size_of,
 )
 from torchtitan_graph.graph.edit import value
-from torchtitan_graph.parallel.pipeline import BACKWARD, EARLIER, FIRST, LAST, PAIR, StageGraph
+from torchtitan_graph.parallel.pipeline import BACKWARD, EARLIER, FIRST, LAST, PAIR, StageGraph, beside
 from torchtitan_graph.parallel.schedule import Schedule
 from torchtitan_graph.runtime.partition import Part
 
@@ -46,6 +46,11 @@ def peak_of_stages(graphs: Mapping[int, StageGraph], schedule: Schedule, rank: i
     gives = {(number, name): output_memory(part.gm) for number in parts for name, part in parts[number].items()}
     sums = {number: sums_of(graph) for number, graph in graphs.items()}
     needs = {(number, name): _most(parts[number], name, sums[number]) for number in parts for name in parts[number]}
+    together, places = {*schedule.pairs.values()}, list(graphs)
+    for stage, other in schedule.pairs_of(rank):
+        gm = graphs[stage].joined[beside(places.index(other))].gm
+        kept = _freed(gm, [parts[other]["forward"]], frozenset())
+        needs[stage, beside(places.index(other))] = _at_most(gm, kept, collections.Counter())
     inputs = {number: input_memory(graph.train.gm) for number, graph in graphs.items()}
     held = {GATHERED: sum(gives[number, "gather"] for number in parts), TAKEN: 0, KEPT: 0, SUMS: 0}
     peak, has_sums = StagesPeak(dict(held), GATHERED, None), set()
@@ -56,8 +61,13 @@ def peak_of_stages(graphs: Mapping[int, StageGraph], schedule: Schedule, rank: i
         runs = {"F": ("forward",), "B": backward, "I": ("input",), "W": ("weight",)}.get(action.kind, ())
         for name in runs:
             held[TAKEN] += received if name == "forward" else 0
-            where = f"{name} of microbatch {action.microbatch} in stage {stage}"
-            peak = max(peak, needs[stage, name].beside(held, where, (stage, name)), key=_size)
+            where, run = f"{name} of microbatch {action.microbatch} in stage {stage}", name
+            if action in schedule.pairs:
+                _, theirs, i = schedule.pairs[action]
+                run = beside(places.index(theirs))
+                where += f", beside backward of {i} in stage {theirs}"
+            if action not in together:
+                peak = max(peak, needs[stage, run].beside(held, where, (stage, run)), key=_size)
             if name in ("forward", "input"):
                 held[KEPT] += gives[stage, name]
                 continue
@@ -116,8 +126,10 @@ class _Most(NamedTuple):
 
 def _most(parts: Mapping[str, Part], name: str, sums: Mapping[str, int]) -> _Most:
     gm = parts[name].gm
-    kept_until = _last_reads(parts, name)
-    sums_until = _last_reads_of_sums(gm, sums if name in ("reduce", LAST) else {})
+    return _at_most(gm, _last_reads(parts, name), _last_reads_of_sums(gm, sums if name in ("reduce", LAST) else {}))
+
+
+def _at_most(gm: GraphModule, kept_until: Mapping[Node, int], sums_until: Mapping[Node, int]) -> _Most:
     kept = summed = 0
     held, found = held_memory(gm, size_of), []
     for node in gm.graph.nodes:
@@ -134,12 +146,17 @@ def _last_reads(parts: Mapping[str, Part], name: str) -> collections.Counter[Nod
         return collections.Counter()
     before, after = order[: order.index(name)], order[order.index(name) + 1 :]
     read_later = {value for each in after for value in parts[each].reads}
+    return _freed(gm, [parts[each] for each in before], read_later)
+
+
+def _freed(gm: GraphModule, before: Iterable[Part], read_later: Set[str]) -> collections.Counter[Node]:
+    """Return the bytes freed after each node of a graph, of values that earlier parts give and no later one reads."""
     last_use, number = Memories(gm).last_use, {node: i for i, node in enumerate(gm.graph.nodes)}
     last = {str(x.target): number[last_use[x]] for x in gm.graph.find_nodes(op="placeholder")}
     nodes, found = list(gm.graph.nodes), collections.Counter[Node]()
     for each in before:
-        owner, lying = owners(parts[each].gm), collections.defaultdict[Node, list[str]](list)
-        for value_name, x in zip(parts[each].gives, parts[each].gm.graph.output_node().args[0], strict=True):  # type: ignore[arg-type]
+        owner, lying = owners(each.gm), collections.defaultdict[Node, list[str]](list)
+        for value_name, x in zip(each.gives, each.gm.graph.output_node().args[0], strict=True):  # type: ignore[arg-type]
             lying[owner[x]].append(value_name)  # type: ignore[index]
         for memory, values in lying.items():
             if (here := [last[x] for x in values if x in last]) and read_later.isdisjoint(values):

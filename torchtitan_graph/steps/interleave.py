@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Container, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -14,7 +14,8 @@ from torchtitan_graph.analysis.interleave import Stream, interleaved, seconds_of
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.edit import call, copy_node, put_in_order, recast, value
 from torchtitan_graph.graph.signature import Signature, Slot, inputs_of, layout_of
-from torchtitan_graph.parallel.pipeline import BACKWARD, EARLIER, FIRST, LAST, NEXT, PAIR, StageGraph
+from torchtitan_graph.parallel.pipeline import BACKWARD, EARLIER, FIRST, LAST, NEXT, PAIR, StageGraph, beside
+from torchtitan_graph.parallel.schedule import Schedule
 from torchtitan_graph.runtime.partition import Part
 
 
@@ -37,10 +38,30 @@ def with_joined(stage: StageGraph, costs: Costs, num_microbatches: int, in_pairs
     return stage._replace(joined=joined)
 
 
+def with_pairs(stages: Mapping[int, StageGraph], schedule: Schedule, rank: int, costs: Costs) -> dict[int, StageGraph]:
+    """Return a rank's stages with the parts that run forward of one beside backward of another, as its pairs ask."""
+    made, places = dict(stages), list(stages)
+    for forward, backward in schedule.pairs_of(rank):
+        stage, other = made[forward], stages[backward]
+        by_name, kept = other.parts.by_name, {*other.parts.sums, *other.parts.outputs["state"].values()}
+        theirs = [by_name[name] for name in ("backward", "input", "weight") if name in by_name]
+        mine = _named_next(stage.parts.by_name["forward"], ())
+        kept |= {other.parts.outputs["output"].get("dx", ""), *mine.gives}
+        part = join([*theirs, mine], costs, kept)
+        part.gm.meta["name"] = f"stage {forward}, forward beside backward of stage {backward}"
+        made[forward] = stage._replace(joined={**stage.joined, beside(places.index(backward)): part})
+    return made
+
+
 def _of_next(stage: StageGraph) -> Part:
     """Return forward of the next microbatch, with names of its own for all values that microbatches don't share."""
-    part, shared = stage.parts.by_name["forward"], set(stage.parts.by_name["gather"].gives)
+    shared = set(stage.parts.by_name["gather"].gives)
     shared |= {node.name for slot, node in inputs_of(stage.train.gm) if slot.kind != "input"}
+    return _named_next(stage.parts.by_name["forward"], shared)
+
+
+def _named_next(part: Part, shared: Container[str]) -> Part:
+    """Return a part with names of its own for all values but the shared ones."""
 
     def renamed(names: Iterable[str]) -> tuple[str, ...]:
         return tuple(name if name in shared else NEXT + name for name in names)

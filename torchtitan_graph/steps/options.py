@@ -21,7 +21,7 @@ from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.models.layers.moe import AuxiliaryLoss, ExpertTraining, MoE
 from torchtitan_graph.parallel.dispatch import Exchange
 from torchtitan_graph.parallel.recompute import Budget, Recompute
-from torchtitan_graph.parallel.schedule import Schedule, plan_pipeline
+from torchtitan_graph.parallel.schedule import SCHEDULES, Schedule, V, plan_pipeline
 from torchtitan_graph.parallel.storage import NONE, Precision, Reshard
 from torchtitan_graph.passes.compile_regions import Regions
 from torchtitan_graph.quantize.plan import plan_float8
@@ -307,6 +307,8 @@ def _recorders(config: JobConfig, target: Target) -> Recorders | None:
 def _shared(config: JobConfig, num_microbatches: int) -> dict[str, Any]:
     """Return what the microbatches of a whole model share, as options."""
     once, pairs = config.parallelism.fsdp_once_a_step, config.parallelism.overlap_microbatches
+    if config.parallelism.pipeline_parallel_degree > 1:
+        return {}  # a pipeline's schedule has the pairs
     if num_microbatches == 1 and (once != NONE or pairs):
         logger.warning(
             f"parallelism.fsdp_once_a_step = {once}, overlap_microbatches = {str(pairs).lower()}: a step has one"
@@ -317,6 +319,11 @@ def _shared(config: JobConfig, num_microbatches: int) -> dict[str, Any]:
 
 
 def _pipeline(config: JobConfig, model: Decoder, num_microbatches: int) -> Schedule | None:
-    if config.parallelism.pipeline_parallel_degree > 1:
-        return plan_pipeline(config.parallelism, model.modules_in_order, num_microbatches)
-    return None
+    options = config.parallelism
+    if options.pipeline_parallel_degree == 1:
+        return None
+    most_deferred = options.pipeline_parallel_deferred_weights
+    puts_off = SCHEDULES[options.pipeline_parallel_schedule] == V and options.pipeline_parallel_schedule_csv is None
+    if most_deferred is None and puts_off and config.activation_checkpoint.mode != "none":
+        most_deferred = 2
+    return plan_pipeline(options, model.modules_in_order, num_microbatches, most_deferred)

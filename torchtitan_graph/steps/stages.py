@@ -29,6 +29,7 @@ from torchtitan_graph.steps.assembly import Assembly
 from torchtitan_graph.steps.budget import at_rest, log_budget, share
 from torchtitan_graph.steps.held import in_flight, peak_of_stages
 from torchtitan_graph.steps.inputs import example_inputs, has_gradients, numbers_of
+from torchtitan_graph.steps.interleave import with_pairs
 from torchtitan_graph.steps.options import StepOptions
 from torchtitan_graph.steps.precompiled import Rewritten
 
@@ -56,6 +57,8 @@ def build_stages(assembly: Assembly) -> tuple[dict[int, StageGraph], Mapping[str
         for number, each in steps.items():
             _log_budget(number, each.train, assembly)
     built = {number: _finish(number, steps[number], examples[number], plan, options) for number in examples}
+    assert options.pipeline is not None
+    built = with_pairs(built, options.pipeline, assembly.layout.rank(PP), plan.costs)
     return built, plan.storages, functools.reduce(operator.add, (each.flops for each in steps.values()))
 
 
@@ -119,6 +122,7 @@ def _within_budget(
             made = _run_passes(number, copied, with_budget(fraction), options, watch)
             graphs[number] = _cut(made, examples[number], plan, options)
         assert options.pipeline is not None
+        graphs = with_pairs(graphs, options.pipeline, assembly.layout.rank(PP), plan.costs)
         return peak_of_stages(graphs, options.pipeline, assembly.layout.rank(PP)).num_bytes
 
     rest = at_rest(plan.storages, assembly.model, options.optimizer, accumulates=False)

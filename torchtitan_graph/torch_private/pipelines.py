@@ -1,7 +1,7 @@
 """torch's pipeline schedules, as lists."""
 
 import types
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 
@@ -14,13 +14,15 @@ class PipelineAction(NamedTuple):
     microbatch: int
 
 
+Pairs = Mapping[PipelineAction, PipelineAction]  # a forward -> the backward right behind it, which runs beside it
+
 _KINDS = ("F", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B")  # torch's, without all-gathers
 
 
 def pipeline_order(
     schedule: str, num_ranks: int, stages_per_rank: int, num_microbatches: int
-) -> list[list[PipelineAction]]:
-    """Return the actions of each rank of a pipeline, in order, by torch's schedule of that name.
+) -> tuple[list[list[PipelineAction]], Pairs]:
+    """Return the actions of each rank of a pipeline, in order, by torch's schedule of that name, and its pairs.
 
     Only the lists are torch's: there is no process group and no stage. `PipelineStage` itself, public, runs modules
     under autograd, and can't run a graph's parts.
@@ -33,24 +35,31 @@ def pipeline_order(
     stubs = _stub_stages(num_ranks, stages_per_rank * num_ranks)
     make = schedules.get_schedule_class(schedule)
     made: Any = make(stubs if stages_per_rank > 1 else stubs[0], num_microbatches)  # type: ignore[arg-type]
-    return [_flat(made.pipeline_order[rank]) for rank in range(num_ranks)]
+    orders = [made.pipeline_order[rank] for rank in range(num_ranks)]
+    pairs = [_flat([each]) for order in orders for each in order if each is not None and each.sub_actions]
+    return [_flat(order) for order in orders], {forward: backward for forward, backward in pairs}
 
 
 def with_messages(
-    orders: Sequence[Sequence[PipelineAction]], num_stages: int, num_microbatches: int
+    orders: Sequence[Sequence[PipelineAction]], num_stages: int, num_microbatches: int, pairs: Pairs
 ) -> tuple[list[list[PipelineAction]], list[int]]:
     """Return the ranks' actions with sends and receives inserted, in an order without deadlock, and the rank of each
-    stage.
+    stage. A pair's messages are received before it and sent behind it.
 
     Raises:
         AssertionError: a rank would wait for ever, or an action is missing, twice or in two places.
     """
     from torch.distributed.pipelining import schedules
 
-    compute = {
-        rank: [schedules._Action(a.stage, schedules._ComputationType(a.kind), a.microbatch) for a in order]
-        for rank, order in enumerate(orders)
-    }
+    def of_torch(action: PipelineAction) -> Any:
+        made = schedules._Action(action.stage, schedules._ComputationType(action.kind), action.microbatch)
+        if action not in pairs:
+            return made
+        together = schedules._ComputationType.OVERLAP_F_B
+        return schedules._Action(-1, together, None, (made, of_torch(pairs[action])))
+
+    seconds = {*pairs.values()}
+    compute = {rank: [of_torch(a) for a in order if a not in seconds] for rank, order in enumerate(orders)}
     runtime: Any = schedules._PipelineScheduleRuntime(_stub_stages(len(orders), num_stages), num_microbatches)
     runtime._prepare_schedule_with_comms(compute)
     order = [_flat(runtime.pipeline_order_with_comms[rank]) for rank in range(len(orders))]

@@ -17,10 +17,17 @@ def modules(num_layers: int) -> list[str]:
     return ["tok_embeddings", *(f"layers.{i}" for i in range(num_layers)), "norm", "output"]
 
 
-def plan(num_ranks: int = 2, num_microbatches: int = 4, num_layers: int = 8, **options: Any) -> Schedule:
-    named = {key if key.startswith("module") else f"pipeline_parallel_{key}": x for key, x in options.items()}
+def plan(
+    num_ranks: int = 2,
+    num_microbatches: int = 4,
+    num_layers: int = 8,
+    most_deferred: int | None = None,
+    **options: Any,
+) -> Schedule:
+    whole = ("module_fqns_per_model_part", "overlap_microbatches")
+    named = {key if key in whole else f"pipeline_parallel_{key}": x for key, x in options.items()}
     parallelism = dataclasses.replace(job.Parallelism(pipeline_parallel_degree=num_ranks), **named)
-    return plan_pipeline(parallelism, modules(num_layers), num_microbatches)
+    return plan_pipeline(parallelism, modules(num_layers), num_microbatches, most_deferred)
 
 
 def sizes(schedule: Schedule) -> list[int]:
@@ -28,10 +35,20 @@ def sizes(schedule: Schedule) -> list[int]:
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_no_rank_waits_for_ever_though_each_message_waits_for_its_receiver(name: str, num_ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        *((name, {}) for name in SCHEDULES),
+        ("DualPipeV", {"overlap_microbatches": True}),
+        ("DualPipeV", {"overlap_microbatches": True, "most_deferred": 1}),
+        ("ZBVZeroBubble", {"most_deferred": 2}),
+    ],
+)
+def test_no_rank_waits_for_ever_though_each_message_waits_for_its_receiver(
+    name: str, options: dict[str, Any], num_ranks: int
+) -> None:
     """gloo buffers what is sent; NCCL does two ranks' messages one by one, in the order of both."""
-    schedule = plan(num_ranks, 4 * num_ranks, 16, schedule=name)
+    schedule = plan(num_ranks, 4 * num_ranks, 16, schedule=name, **options)
     assert [module for stage in schedule.stages for module in stage] == modules(16)
     place, done, last = [0] * num_ranks, set(), len(schedule.stages) - 1
 
@@ -72,6 +89,54 @@ def test_no_rank_waits_for_ever_though_each_message_waits_for_its_receiver(name:
     for stage in range(last + 1):
         for i in range(4 * num_ranks):
             assert ("F", stage, i) in done and (("B", stage, i) in done) != (("W", stage, i) in done)
+
+
+def test_a_pair_is_a_forward_and_the_backward_of_the_ranks_other_stage_right_behind_it() -> None:
+    schedule = plan(4, 16, 16, schedule="DualPipeV", overlap_microbatches=True)
+    found = 0
+    for rank, actions in enumerate(schedule.actions):
+        for action, following in itertools.pairwise(actions):
+            if action in schedule.pairs:
+                assert schedule.pairs[action] == following and (action.kind, following.kind) == ("F", "B")
+                assert {action.stage, following.stage} == set(schedule.stages_of(rank))
+                found += 1
+    assert found == len(schedule.pairs) > 4 * 16
+    alone = plan(4, 16, 16, schedule="DualPipeV")
+    assert not alone.pairs
+    computing = [[[a for a in order if a.kind in "FBIW"] for order in each.actions] for each in (alone, schedule)]
+    assert computing[0] == computing[1], "the same, but for messages"
+
+
+def test_a_pair_takes_its_time_once_both_inputs_are_there() -> None:
+    """Two ranks whose pairs take as long as the longer half end earlier, by what they save on the critical path."""
+    pairs = plan(2, 8, 8, schedule="DualPipeV", overlap_microbatches=True)
+    alone = plan(2, 8, 8, schedule="DualPipeV")
+    second = {*pairs.pairs.values()}
+    time = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
+
+    def of_pair(action: Any) -> float:
+        return 2.0 if action in pairs.pairs else 0.0 if action in second else time[action.kind]
+
+    whole, shorter = max(alone.ends(lambda a: time[a.kind])), max(pairs.ends(of_pair))
+    assert shorter < whole - 8
+    assert max(pairs.ends(lambda a: 3.0 if a in pairs.pairs else of_pair(a))) >= whole
+
+
+@pytest.mark.parametrize("name", ["ZBVZeroBubble", "DualPipeV"])
+def test_no_more_weights_gradients_are_put_off_than_allowed(name: str) -> None:
+    def most(schedule: Schedule) -> int:
+        orders = ([a.kind for a in order if a.kind in "IW"] for order in schedule.actions)
+        return max(max(itertools.accumulate((1 if kind == "I" else -1 for kind in o), initial=0)) for o in orders)
+
+    free = plan(4, 16, 16, schedule=name)
+    assert most(free) >= 4
+    for allowed in (1, 2):
+        bound = plan(4, 16, 16, schedule=name, most_deferred=allowed)
+        assert most(bound) == allowed
+        assert [sorted(a for a in order if a.kind in "FBIW") for order in bound.actions] == [
+            sorted(a for a in order if a.kind in "FBIW") for order in free.actions
+        ]
+        assert free.waiting() < bound.waiting() < free.waiting() + 0.1
 
 
 def test_ranks_wait_as_the_closed_forms_say() -> None:
@@ -122,6 +187,8 @@ def test_stages_as_named() -> None:
             ["2 layers can't fill 4 stages"],
         ),
         ({"schedule": "DualPipeV", "num_microbatches": 3}, ["4, not 3", "global_batch_size", "ZBVZeroBubble"]),
+        ({"overlap_microbatches": True}, ["overlap_microbatches = true: 1F1B runs no forward beside", "DualPipeV"]),
+        ({"most_deferred": 2}, ["pipeline_parallel_deferred_weights = 2: 1F1B puts no weights"]),
         ({"schedule": "Interleaved1F1B", "num_microbatches": 5}, ["5 microbatches", "multiple of", "2"]),
         ({"module_fqns_per_model_part": [["norm"]] * 5}, ["5 parts on", "degree 2: 1F1B needs one on each rank"]),
         (
@@ -159,6 +226,20 @@ def test_a_schedule_of_ones_own(tmp_path: Path) -> None:
     first = [action for action in schedule.actions[0] if action.kind in "FBIW"]
     assert [f"{a.stage}{a.kind}{a.microbatch}" for a in first] == ["0F0", "0F1", "0B0", "0I1", "0W1"]
     assert schedule.rank_of == (0, 1) and schedule.splits_backward
+
+
+def test_pairs_of_ones_own_run_side_by_side_only_where_that_is_asked(tmp_path: Path) -> None:
+    file = tmp_path / "mine.csv"
+    file.write_text("0F0,3F0,(0F1;3B0)OVERLAP_F_B,0B0,3F1,3B1,0B1\n1F0,2F0,2B0,1B0,1F1,2F1,2B1,1B1\n")
+    both = {"num_microbatches": 2, "schedule_csv": str(file), "num_layers": 4}
+    (pair,) = plan(**both, overlap_microbatches=True).pairs.items()
+    assert pair == (("F", 0, 1), ("B", 3, 0)) and not plan(**both).pairs
+    file.write_text("0F0,3F0,3B0,(0F1;0B0)OVERLAP_F_B,3F1,3B1,0B1\n1F0,2F0,2B0,1B0,1F1,2F1,2B1,1B1\n")
+    with pytest.raises(UserError, match="side by side run a forward and the backward of another stage"):
+        plan(**both)
+    file.write_text(GOOD)
+    with pytest.raises(UserError, match="the schedule of .*_csv runs no forward beside a backward"):
+        plan(num_microbatches=2, schedule_csv=str(file), overlap_microbatches=True)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from float8_plain import quantized
 from test_float8_products import RECIPES, _most_off, in_every_way, numbers, step
 from torch import Tensor
 
@@ -17,7 +18,6 @@ from torchtitan_graph.quantize.products import (
     ROWWISE,
     ROWWISE_WIDE,
     Recipe,
-    quantized,
     workspace_of,
 )
 from torchtitan_graph.quantize.state import Float8, convert

@@ -74,7 +74,8 @@ def test_what_was_seen_is_the_largest_of_all_that_is_kept() -> None:
 
 def _num_casts(gm: torch.fx.GraphModule) -> int:
     casts = gm.graph.find_nodes(op="call_function", target=torch.ops.aten._to_copy.default)
-    return sum(node.kwargs.get("dtype") == E4M3 for node in casts)
+    rows = gm.graph.find_nodes(op="call_function", target=torch.ops.torchtitan_graph.scaled_rows.default)
+    return sum(node.kwargs.get("dtype") == E4M3 for node in casts) + sum(node.args[1] == E4M3 for node in rows)
 
 
 @pytest.mark.parametrize("recipe", [RECIPES["delayed"], RECIPES["rowwise"]], ids=["delayed", "rowwise"])

@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from float8_plain import quantized
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
@@ -27,7 +28,6 @@ from torchtitan_graph.quantize.products import (
     meant,
     product,
     quantize,
-    quantized,
     scale_for,
     workspace_of,
 )

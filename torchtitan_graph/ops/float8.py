@@ -1,4 +1,4 @@
-"""Custom operators: a GPU's products of groups of rows in float8, with group sizes that depend on data.
+"""Custom operators: rows in float8, and a GPU's products of groups of such rows, with group sizes that depend on data.
 
 Rows come sorted by group; `offsets_E[e]`, int32, is where group e ends. Numbers are e4m3, and each row along a
 product's inner dim has its scale. Shapes do not depend on the sizes, so a graph holds each product as one node. torch
@@ -14,6 +14,29 @@ from torchtitan_graph.ops.operator import equal_groups, operator
 
 # Numbers, and bytes: the kernel's alignment of widths, and of the begin of each group's columns.
 _ALIGNED = 16
+
+
+_LEAST = 1e-12  # magnitude that is scaled up to the largest number
+
+
+def _fake_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape, dtype=dtype), x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
+
+
+@operator(_fake_rows)
+def scaled_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return rows (..., D) divided by a scale for each and rounded to a float8 format, and the scales (..., 1), fp32:
+    a row's largest magnitude over the format's largest number."""
+    limit = torch.finfo(dtype).max  # a cast alone gives inf in e5m2, in e4m3 it depends on the device
+    if x.is_cuda:
+        from torchtitan_graph.ops.float8_kernels import write_scaled_rows
+
+        found = _fake_rows(x, dtype)
+        write_scaled_rows(*found, x, _LEAST)
+        return found
+    largest = x.abs().amax(-1, keepdim=True) if x.numel() else x.new_zeros(*x.shape[:-1], 1)
+    scale = largest.float().clamp(min=_LEAST) / limit
+    return (x.float() / scale).clamp(-limit, limit).to(dtype).contiguous(), scale
 
 
 def _fake_mm(x_SD: Tensor, scale_S: Tensor, w_EFD: Tensor, scale_EF: Tensor, offsets_E: Tensor) -> Tensor:

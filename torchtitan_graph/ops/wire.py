@@ -17,6 +17,7 @@ from torch import Tensor
 from torchtitan_graph.ops.operator import operator
 
 BLOCK = 128  # numbers of a scale
+_LEAST = 1e-30  # magnitude that is scaled up to the largest number
 _LARGEST = torch.finfo(torch.float8_e4m3fn).max
 _SCALE = torch.float32.itemsize
 
@@ -29,8 +30,14 @@ def _num_bytes(width: int) -> int:
 def to_float8_bytes(x_SD: Tensor) -> Tensor:
     """Return rows in float8 with their scales, as bytes. See Note [Rows in float8]."""
     (S, D), pad = x_SD.shape, -x_SD.shape[1] % BLOCK
+    if x_SD.is_cuda:
+        from torchtitan_graph.ops.float8_kernels import write_bytes
+
+        out_SB = x_SD.new_empty(S, _num_bytes(D), dtype=torch.uint8)
+        write_bytes(out_SB, x_SD, D + -D % _SCALE, BLOCK, _LEAST)
+        return out_SB
     blocks = F.pad(x_SD.float(), (0, pad)).view(S, (D + pad) // BLOCK, BLOCK)
-    scales = blocks.abs().amax(2).clamp(min=1e-30) / _LARGEST
+    scales = blocks.abs().amax(2).clamp(min=_LEAST) / _LARGEST
     numbers = (blocks / scales.unsqueeze(2)).clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn).view(S, D + pad)[:, :D]
     padded = F.pad(numbers.contiguous().view(torch.uint8), (0, -D % _SCALE))
     scales = scales.clone(memory_format=torch.contiguous_format)  # of one block the stride may be 0
@@ -41,6 +48,12 @@ def to_float8_bytes(x_SD: Tensor) -> Tensor:
 def of_float8_bytes(bytes_SB: Tensor, width: int, dtype: torch.dtype) -> Tensor:
     """Return the rows of such bytes, in a dtype."""
     S, pad = bytes_SB.shape[0], -width % BLOCK
+    if bytes_SB.is_cuda:
+        from torchtitan_graph.ops.float8_kernels import write_of_bytes
+
+        out_SD = bytes_SB.new_empty(S, width, dtype=dtype)
+        write_of_bytes(out_SD, bytes_SB, width + -width % _SCALE, BLOCK)
+        return out_SD
     numbers = bytes_SB[:, :width].contiguous().view(torch.float8_e4m3fn).float()
     scales = bytes_SB[:, width + -width % _SCALE :].contiguous().view(torch.float32)
     blocks = F.pad(numbers, (0, pad)).view(S, (width + pad) // BLOCK, BLOCK)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.ops.experts import grouped_add, grouped_largest, grouped_mm, grouped_outer
-from torchtitan_graph.ops.float8 import scaled_grouped_mm, scaled_grouped_outer
+from torchtitan_graph.ops.float8 import scaled_grouped_mm, scaled_grouped_outer, scaled_rows
 from torchtitan_graph.quantize.products import (
     E4M3,
     MX,
@@ -22,7 +22,6 @@ from torchtitan_graph.quantize.products import (
     Recipe,
     over,
     quantize,
-    quantized,
     scale_by,
     scale_for,
     takes_kernel,
@@ -133,7 +132,7 @@ class _Rowwise(torch.autograd.Function):
 
 def _by_rows(x_SD: Tensor, dtype: torch.dtype, w_EFD: Tensor, offsets_E: Tensor, recipe: Recipe) -> Tensor:
     """Return each group's rows times its own matrix, transposed, each row of both quantised: (S, F)."""
-    (xq_SD, scale_S1), (wq_EFD, scale_EF1) = quantized(x_SD, dtype, True), quantized(w_EFD, E4M3, True)
+    (xq_SD, scale_S1), (wq_EFD, scale_EF1) = scaled_rows(x_SD, dtype), scaled_rows(w_EFD, E4M3)
     if takes_kernel(x_SD.device, recipe):
         return scaled_grouped_mm(xq_SD, scale_S1.squeeze(-1), wq_EFD, scale_EF1.squeeze(-1), offsets_E)
     return grouped_mm(xq_SD.float() * scale_S1, wq_EFD.float() * scale_EF1, offsets_E, True)

@@ -227,7 +227,7 @@ class Float8Experts(Experts):
 
     def __init__(self, old: Experts, recipe: Recipe):
         nn.Module.__init__(self)
-        self.activation = old.activation
+        self.activation, self.route = old.activation, old.route
         for name in ("w1", "w2", "w3", "b1", "b2", "b3"):
             setattr(self, name, getattr(old, name))
         check_grouped(recipe)

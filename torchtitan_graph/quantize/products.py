@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from torchtitan_graph.errors import UserError
+from torchtitan_graph.ops.float8 import scaled_rows
 from torchtitan_graph.torch_private.tensors import scaled_mm
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -82,12 +83,6 @@ def quantize(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return (x.float() / scale).clamp(-limit, limit).to(dtype)
 
 
-def quantized(x: Tensor, dtype: torch.dtype, by_row: bool = False) -> tuple[Tensor, Tensor]:
-    """Quantise by the tensor's own scale, or its rows'; return the scale too."""
-    scale = scale_for(largest(x, by_row), dtype)
-    return quantize(x, scale, dtype), scale
-
-
 def in_blocks(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Quantise a matrix in MX format, its rows' last blocks padded by zeros. Return the scales too, fp32 (rows,
     blocks).
@@ -108,7 +103,7 @@ def in_blocks(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 def by_rows(x: Tensor, dtype: torch.dtype, recipe: Recipe) -> tuple[Tensor, Tensor]:
     """Quantise a matrix by rows or blocks, as the recipe says; return the scales too."""
-    return in_blocks(x, dtype) if recipe.scaling == MX else quantized(x, dtype, True)
+    return in_blocks(x, dtype) if recipe.scaling == MX else scaled_rows(x, dtype)
 
 
 def meant(q: Tensor, scale: Tensor) -> Tensor:

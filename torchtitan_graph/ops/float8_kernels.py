@@ -1,0 +1,105 @@
+"""Rows in float8 on a GPU, in Triton: each is read and written once. There is no tuning, so every run launches the same
+code.
+
+Imported on a GPU alone: a CPU's torch brings no Triton.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK = 1024  # numbers of a row that a program takes at a time
+_WARPS = 4
+_FORMATS = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
+
+
+@triton.jit
+def _scaled_rows(  # type: ignore[no-untyped-def]
+    x, out, scales, R, D, x_E, x_R, x_D, LEAST: tl.constexpr, LARGEST: tl.constexpr, FORMAT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    begin_of_row = x + (row // R) * x_E + (row % R) * x_R
+    largest = tl.zeros([BLOCK], tl.float32)
+    for begin in range(0, D, BLOCK):
+        at = begin + tl.arange(0, BLOCK)
+        numbers = tl.load(begin_of_row + at * x_D, mask=at < D, other=0.0).to(tl.float32)
+        largest = tl.maximum(largest, tl.abs(numbers), propagate_nan=tl.PropagateNan.ALL)
+    # A maximum that leaves NaNs out: they are put back where any was.
+    magnitude = tl.max(largest, 0)
+    is_nan = tl.max((largest != largest).to(tl.int32), 0) > 0
+    scale = tl.maximum(magnitude, LEAST) / LARGEST
+    scale = tl.where(is_nan, float("nan"), scale)
+    tl.store(scales + row, scale)
+    for begin in range(0, D, BLOCK):
+        at = begin + tl.arange(0, BLOCK)
+        numbers = tl.load(begin_of_row + at * x_D, mask=at < D, other=0.0).to(tl.float32) / scale
+        tl.store(out + row * D + at, _rounded(numbers, LARGEST, FORMAT), mask=at < D)
+
+
+@triton.jit
+def _to_bytes(  # type: ignore[no-untyped-def]
+    x, out, words, D, WIDTH, NUM_BYTES, LEAST: tl.constexpr, LARGEST: tl.constexpr, SIZE: tl.constexpr
+):
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at = block * SIZE + tl.arange(0, SIZE)
+    numbers = tl.load(x + row * D + at, mask=at < D, other=0.0).to(tl.float32)
+    is_nan = tl.max((numbers != numbers).to(tl.int32), 0) > 0
+    scale = tl.maximum(tl.max(tl.abs(numbers), 0), LEAST) / LARGEST
+    scale = tl.where(is_nan, float("nan"), scale)
+    tl.store(out + row * NUM_BYTES + at, _rounded(numbers / scale, LARGEST, tl.float8e4nv), mask=at < WIDTH)
+    tl.store(words + row * (NUM_BYTES // 4) + WIDTH // 4 + block, scale)
+
+
+@triton.jit
+def _of_bytes(  # type: ignore[no-untyped-def]
+    given, words, out, D, WIDTH, NUM_BYTES, SIZE: tl.constexpr
+):
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at = block * SIZE + tl.arange(0, SIZE)
+    numbers = tl.load(given + row * NUM_BYTES + at, mask=at < D, other=0).to(tl.float8e4nv, bitcast=True)
+    scale = tl.load(words + row * (NUM_BYTES // 4) + WIDTH // 4 + block)
+    tl.store(out + row * D + at, numbers.to(tl.float32) * scale, mask=at < D)
+
+
+@triton.jit
+def _rounded(numbers, LARGEST: tl.constexpr, FORMAT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return numbers of a format as bytes; larger ones as its largest, which a NaN stays out of."""
+    inside = tl.where(numbers > LARGEST, LARGEST, tl.where(numbers < -LARGEST, -LARGEST, numbers))
+    return inside.to(FORMAT).to(tl.uint8, bitcast=True)
+
+
+def write_scaled_rows(out: Tensor, scales: Tensor, x: Tensor, least: float) -> None:
+    """Write the result of `float8.scaled_rows`; `out` and `scales` are contiguous, x (..., D) has any strides."""
+    D = x.shape[-1]
+    matrices = x if x.dim() == 3 else x.reshape(1, -1, D)
+    E, R, _ = matrices.shape
+    if E * R:
+        _scaled_rows[(E * R,)](
+            matrices, out.view(torch.uint8), scales, R, D, *matrices.stride(),
+            LEAST=least, LARGEST=torch.finfo(out.dtype).max, FORMAT=_FORMATS[out.dtype],
+            BLOCK=min(_BLOCK, triton.next_power_of_2(D)), num_warps=_WARPS,
+        )  # fmt: skip
+
+
+def write_bytes(out_SB: Tensor, x_SD: Tensor, width: int, block: int, least: float) -> None:
+    """Write the result of `wire.to_float8_bytes`: rows of `width` numbers, zeros behind x's, then their scales."""
+    (S, D), largest = x_SD.shape, torch.finfo(torch.float8_e4m3fn).max
+    if S:
+        _to_bytes[(S, triton.cdiv(width, block))](
+            x_SD.contiguous(), out_SB, out_SB.view(torch.float32), D, width, out_SB.shape[1],
+            LEAST=least, LARGEST=largest, SIZE=block, num_warps=1,
+        )  # fmt: skip
+
+
+def write_of_bytes(out_SD: Tensor, bytes_SB: Tensor, width: int, block: int) -> None:
+    """Write the result of `wire.of_float8_bytes`, given bytes with rows of `width` numbers."""
+    S, D = out_SD.shape
+    if S:
+        given_SB = bytes_SB.contiguous()
+        _of_bytes[(S, triton.cdiv(D, block))](
+            given_SB, given_SB.view(torch.float32), out_SD, D, width, given_SB.shape[1], SIZE=block, num_warps=1
+        )

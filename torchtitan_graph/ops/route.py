@@ -171,4 +171,4 @@ def at_home(slots: Slots, spread: Spread) -> Route:
     def numbers(x_TA: Tensor) -> Tensor:
         return permuted(x_TA.reshape(-1, 1), order_S, inverse_S)
 
-    return Route(len(slots.chosen_TA), AtHome(slots.copies), (order_S, inverse_S), load_E, numbers)
+    return Route(slots.chosen_TA.shape[0], AtHome(slots.copies), (order_S, inverse_S), load_E, numbers)

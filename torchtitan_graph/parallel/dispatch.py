@@ -75,7 +75,7 @@ def direct(dispatch: Dispatch, slots: Slots, spread: Spread) -> Route:
         return regroup(exchanged(rows_S1, splits_2R, False, group), received_RE, False)
 
     way, tensors = Direct(slots.copies, group, dispatch.wire), (order_S, inverse_S, splits_2R, received_RE)
-    return Route(len(slots.chosen_TA), way, tensors, received_RE.sum(0), numbers)
+    return Route(slots.chosen_TA.shape[0], way, tensors, received_RE.sum(0), numbers)
 
 
 def dispatched(dispatch: Dispatch, forward: Callable[..., Tensor], x_SD: Tensor, load_E: Tensor) -> Tensor:

@@ -139,7 +139,6 @@ def test_what_a_loss_of_the_users_own_does_not_go_with_is_named(option: str, wor
     ("option", "words"),
     [
         ("fsdp_once_a_step all --parallelism.pipeline_parallel_degree 2", "in any case; leave it out"),
-        ("overlap_microbatches --parallelism.pipeline_parallel_degree 2", "a pipeline's schedule says what runs when"),
         ("fsdp_once_a_step experts", "expert_parallel_degree is 1; use all, or a higher degree"),
         ("fsdp_once_a_step auto --compile.mode eager", "only a graph has a forecast of its memory to choose by"),
         ("overlap_microbatches --compile.mode eager", "only a graph runs two microbatches side by side"),

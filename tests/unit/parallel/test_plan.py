@@ -70,7 +70,7 @@ def test_experts_that_are_not_cut_need_not_divide_over_tp() -> None:
     [
         ({"pp": "shard 0"}, "on the axes tp, cp, ep"),
         ({"tp": "expert"}, "the role 'expert': legal are embedding"),
-        ({"ep": "shard 0"}, "the role 'shard 0': legal are dispatch, expert, apart, partial"),
+        ({"ep": "shard 0"}, "the role 'shard 0': legal are route, dispatch, expert, apart, partial"),
     ],
 )
 def test_an_axis_or_role_that_there_is_not_is_refused(roles: dict, message: str) -> None:

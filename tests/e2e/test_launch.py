@@ -69,6 +69,7 @@ def test_old_file_trains(tmp_path: Path) -> None:
     assert list(numbers(tmp_path)) == [1]
 
 
+@pytest.mark.slow
 def test_dry_run_of_a_released_model_on_16_ranks_in_one_process(tmp_path: Path) -> None:
     """Of rows whose mask alone would take 4 GiB: nothing of that size is allocated."""
     code, output = Command(

@@ -16,11 +16,11 @@ pytestmark = pytest.mark.skipif(torch.__version__ < "2.13", reason="Dynamo captu
 EXPERTS = {"family": "qwen3", "flavor": "debugmodel_moe"}
 OWN = [name for name in family_names() if name != "transformers"]  # which Dynamo can't trace
 FAST = {
-    "llama4 in TP 2": Cell(TP2, family="llama4"),
     "llama3 in PP 2, tied": Cell(ParallelDims(pp=2), num_microbatches=2, tied=True),
 }
 SLOW = (
     {
+        "llama4 in TP 2": Cell(TP2, family="llama4"),
         "gpt_oss with flex attention": Cell(family="gpt_oss", attn="flex"),
         "deepseek_v3 in FSDP 2, bf16, recomputed": Cell(
             FSDP2, family="deepseek_v3", precision=BF16, num_microbatches=2, recompute=Recompute(every=1)

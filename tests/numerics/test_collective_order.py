@@ -75,8 +75,12 @@ def test_data_parallel_ranks_have_the_same_graph(cell):
         *[pytest.param(Cell(dims, BF16), id=layout) for layout, dims in LAYOUTS.items() if dims.tp > 1],
         pytest.param(Cell(TP2, BF16, loss_parallel=False), id="TP-2-gathered-logits", marks=pytest.mark.slow),
         pytest.param(Cell(ParallelDims(tp=2, ep=2), BF16, "deepseek_v3", recompute=Recompute(every=1)), id="TP-2-EP-2"),
-        pytest.param(Cell(ParallelDims(tp=2, ep=2), BF16, "deepseek_v3", **SHARED), id="TP-2-EP-2 in pairs"),
-        pytest.param(Cell(ParallelDims(cp=2, tp=2), BF16, "gpt_oss"), id="CP-2-x-TP-2"),
+        pytest.param(
+            Cell(ParallelDims(tp=2, ep=2), BF16, "deepseek_v3", **SHARED),
+            id="TP-2-EP-2 in pairs",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(Cell(ParallelDims(cp=2, tp=2), BF16, "gpt_oss"), id="CP-2-x-TP-2", marks=pytest.mark.slow),
         pytest.param(Cell(ParallelDims(cp=2, ep=2), BF16, "deepseek_v3"), id="CP-2-EP-2", marks=pytest.mark.slow),
     ],
 )

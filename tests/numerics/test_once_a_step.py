@@ -46,7 +46,7 @@ def off(cell: Cell) -> list[str]:
     "cell",
     [
         Cell(FSDP2, BF16, once="all", **FOUR),
-        Cell(EP2_FSDP2, BF16, once="experts", **TWO, **MOE),
+        slow(EP2_FSDP2, BF16, once="experts", **TWO, **MOE),
         Cell(EP2, BF16, once="experts", pairs=True, recompute=Recompute(every=1), **FOUR, **MOE),
         slow(EP2_FSDP2, once="all", **TWO, **MOE),
         slow(EP2_FSDP2, pairs=True, **TWO, **MOE),

@@ -46,6 +46,7 @@ def of_plain(cell: Cell):
     return train(cell, steps, using=descent(steps.model, cell.num_steps))
 
 
+@pytest.mark.slow
 def test_losses_of_routers_where_expert_parallelism_spans_tensor_parallelism():
     (expected,) = run_on(1, of_plain, dataclasses.replace(CELL, dims=ONE))
     for found in run_on(4, of_graph, CELL):

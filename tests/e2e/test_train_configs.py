@@ -52,7 +52,12 @@ OLD_DEGREES = {
         "tensor_parallel_degree 8 pipeline_parallel_degree 4 expert_parallel_degree 1 expert_tensor_parallel_degree 8",
     ),
     "deepseek_v3_16b": (8, 4, "expert_parallel_degree 8 expert_tensor_parallel_degree 1"),
-    "deepseek_v3_671b": (256, 4, "tensor_parallel_degree 1 expert_parallel_degree 1"),
+    "deepseek_v3_671b": (
+        256,
+        4,
+        "pipeline_parallel_degree 1 pipeline_parallel_schedule 1F1B overlap_microbatches false"
+        " expert_parallel_degree 1 expert_exchange direct",
+    ),
 }
 TOKENIZER = str(REPOSITORY / "tests" / "assets" / "tokenizer")
 

@@ -14,8 +14,6 @@ from torchtitan_graph.ops.operator import equal_groups, operator
 
 # Numbers, and bytes: the kernel's alignment of widths, and of the begin of each group's columns.
 _ALIGNED = 16
-
-
 _LEAST = 1e-12  # magnitude that is scaled up to the largest number
 
 

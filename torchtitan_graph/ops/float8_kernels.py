@@ -1,5 +1,5 @@
-"""Rows in float8 on a GPU, in Triton: each is read and written once. There is no tuning, so every run launches the same
-code.
+"""Rows in float8 on a GPU, in Triton. A program reads its row for the scale and, from the cache, again to divide it.
+There is no tuning, so every run launches the same code.
 
 Imported on a GPU alone: a CPU's torch brings no Triton.
 """

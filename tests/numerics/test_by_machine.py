@@ -2,7 +2,6 @@
 exchange; summed, and in float8, the graph is eager's, and the sums are one rank's."""
 
 import dataclasses
-from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from matrix import (
     far_apart,
     gathered,
     off_one_rank,
+    patched,
     train,
 )
 
@@ -124,10 +124,8 @@ def test_sums_are_those_of_one_rank(cell):
 def misplaced(cell: Cell) -> list[str]:
     """Return how a run differs from the direct exchange where each slot takes the first of its source's rows."""
     after_begins = torch.ops.torchtitan_graph.after_begins.default
-    wrong_places = mock.patch.object(
-        by_machine, "after_begins", lambda place, *others: after_begins(place * 0, *others)
-    )
-    with wrong_places:
+    wrong_places = lambda place, *others: after_begins(place * 0, *others)  # noqa: E731
+    with patched(by_machine, "after_begins", wrong_places):
         wrong = train(cell, build_graph(cell))
     return bits_that_differ(wrong, train(directly(cell), build_graph(directly(cell))))
 

@@ -66,6 +66,7 @@ def test_a_file_of_ones_own_is_read(tmp_path: Path) -> None:
         (text(launch=6), "launch = 6: must be 0, or seconds"),  # microseconds
         (text(launch=-1e-6), "launch = -1e-06: must be 0, or seconds"),
         (text(memory_share=1.5), "memory_share = 1.5: must be a part"),
+        (text(message_share=1.0), "message_share = 1.0: must be 0, or a part, up to 0.9"),
         (text(fp8_share="1e-300"), "fp8_share = 1e-300: must be a part"),
         (text(num_near=0), "num_near = 0: must be a whole number"),
         (text(num_near=8.0), "num_near = 8.0: must be a whole number"),
@@ -95,7 +96,7 @@ def test_any_value_is_taken_or_refused_by_its_key(
     except UserError as error:
         assert "mine.toml" in str(error) and (key in str(error) or "TOML" in str(error))
     else:
-        assert getattr(found, key) == value and type(value) is not bool
+        assert getattr(found, key) in (value, float(value)) and type(value) is not bool
 
 
 def test_a_file_of_figures_is_not_this_machine(tmp_path: Path) -> None:

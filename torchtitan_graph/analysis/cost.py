@@ -6,9 +6,10 @@ least a kernel's minimum; it starts when the host has launched it. A collective 
 of its group, and its bytes over the slower of two ways: within machines, and between them, where each rank of the group
 in a machine has a port of its own. All peaks are multiplied by the share that is reached. Collectives of one group run
 one after another, concurrently with the arithmetic, from where they start; a `wait_tensor` blocks until its own is
-done. So do copies to the host's memory, and from it. The figures are a device's `Rates`, each with its source. Not
-modelled: kernels that collectives slow down, ranks that are late, experts that get more rows than others. No figure
-depends on the rank: passes that use a rank's estimate to order nodes choose the same order on all.
+done. So do copies to the host's memory, and from it. A collective is itself a kernel: while one runs, `message_share`
+of the device's arithmetic is not there for products and attention; kernels that are bound by memory are not slowed. The
+figures are a device's `Rates`, each with its source. Not modelled: ranks that are late, experts that get more rows than
+others. No figure depends on the rank: passes that use a rank's estimate to order nodes choose the same order on all.
 """
 
 from __future__ import annotations
@@ -140,6 +141,12 @@ class Costs:
     def computing(self, node: Node) -> float:
         """Return the seconds of a node's kernels; of a node that is not a collective."""
         return sum(map(self.kernel, self.works(node))) * self.factor(node)
+
+    def beside_messages(self, node: Node) -> float:
+        """Return the same while collectives run, which are kernels too."""
+        left = 1 - self.rates.message_share
+        slowed = (max(terms[COMPUTE] / left, *terms.values()) for terms in map(self.terms, self.works(node)))
+        return sum(slowed) * self.factor(node)
 
     def works(self, node: Node) -> Sequence[Work]:
         """Return the work of a node's kernels: none for views and collectives, several for a compiled region."""
@@ -325,6 +332,7 @@ class Clock:
         self.exposed: dict[str, float] = collections.defaultdict(float)
         self.computed: dict[str, float] = collections.defaultdict(float)
         self._host = 0.0  # when the host has launched all nodes so far
+        self._messages = 0.0  # when the last collective is done
         self._ends: dict[Node, float] = {}  # when the device has run each node
         # When a stream is free; and when it would be, if the host had launched all at once.
         self._free: dict[str, tuple[float, float]] = collections.defaultdict(lambda: (0.0, 0.0))
@@ -365,11 +373,19 @@ class Clock:
             self._host += self.costs.rates.launch * len(works)
             if works:
                 self.now = max(self.now, self._host)
-                seconds, kernels = self.costs.computing(node), [self.costs.kernel(work) for work in works]
+                seconds, kernels = self._computing(node), [self.costs.kernel(work) for work in works]
                 self.now += seconds
                 for work, part in zip(works, kernels, strict=True):
                     self.computed[work.kind] += part * seconds / (sum(kernels) or 1.0)
         self._ends[node] = self.now
+
+    def _computing(self, node: Node) -> float:
+        """Return the seconds of a node's kernels from now on: slower until the last collective is done."""
+        alone, beside = self.costs.computing(node), self._messages - self.now
+        if beside <= 0 or not self.costs.rates.message_share:
+            return alone
+        slowed = self.costs.beside_messages(node)
+        return slowed if slowed <= beside else beside + alone * (1 - beside / slowed)
 
     def _start(self, node: Node, stream: str, axis: str) -> None:
         seconds = self.costs.seconds(node)
@@ -379,6 +395,8 @@ class Clock:
         free, alone = self._free[stream]
         self._free[stream] = max(self.now, self._host, free) + seconds - taken, max(self.now, alone) + seconds - taken
         self._done[node] = (axis, *self._free[stream])
+        if not operator_of(node.target).copies:
+            self._messages = max(self._messages, self._free[stream][0])
         self.sent[axis] += seconds
 
 

@@ -29,6 +29,8 @@ from torchtitan_graph.plan.simulate import by_rates, simulate
 from torchtitan_graph.rates import RATES, find_rates
 from torchtitan_graph.run.files import check_result, write_result
 
+_HEADROOM, _MOST_HEADROOM = 10, 90  # percent
+
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the options that training doesn't have."""
@@ -44,7 +46,14 @@ def parser() -> argparse.ArgumentParser:
         const="",
         metavar="WHAT",
         help="find the fastest way to run the job that fits, by varying all of dp_replicate,tp,cp,pp,ep,schedule,rows,"
-        "recompute,reshard, or those named; the forecast is then that of the best",
+        "recompute,reshard,once,pairs,exchange, or those named; the forecast is then that of the best; Ctrl-C ends it"
+        " with the best so far",
+    )
+    made.add_argument(
+        "--headroom",
+        type=float,
+        metavar="PERCENT",
+        help="with --search: the part of the memory that a candidate must leave free (default 10)",
     )
     made.add_argument(
         "--out", type=Path, metavar="FILE", help="with --search: where to write the best, as TOML; else it is printed"
@@ -61,6 +70,11 @@ def main(argv: Sequence[str]) -> int:
     rates = find_rates(options.device)
     if options.out is not None and options.search is None:
         raise UserError(f"--out {options.out}: is where --search writes the best; add --search, or leave it out")
+    if options.headroom is not None and options.search is None:
+        raise UserError(f"--headroom {options.headroom:g}: is what --search leaves free; add --search, or leave it out")
+    headroom = _HEADROOM if options.headroom is None else options.headroom
+    if not 0 <= headroom <= _MOST_HEADROOM:
+        raise UserError(f"--headroom {headroom:g}: must be a percentage from 0 to {_MOST_HEADROOM}")
     for name in ("json", "out"):
         if (path := getattr(options, name)) is not None:
             check_result(f"--{name}", path)
@@ -72,7 +86,7 @@ def main(argv: Sequence[str]) -> int:
     cpu = ThisCpu(options.world) if rates.name == CPU else None
     rates = rates if cpu is None else cpu.rates(rates)
     if varied is not None:
-        of, found = find.search(config, options.world, rates, cpu, varied)
+        of, found = find.search(config, options.world, rates, cpu, varied, headroom / 100)
         print("\n".join(find.lines(of, found)))
         best = find.best_toml(of, found.best)
         print(best) if options.out is None else write_result("--out", options.out, best)

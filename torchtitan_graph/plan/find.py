@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import signal
 import sys
 from collections.abc import Sequence
+
+from torch import nn
 
 from torchtitan_graph.analysis.liveness import held_memory, size_of
 from torchtitan_graph.blueprint import Blueprint
@@ -20,10 +23,11 @@ from torchtitan_graph.log import logger
 from torchtitan_graph.models.spec import plan_of
 from torchtitan_graph.parallel.layout import PP
 from torchtitan_graph.parallel.parallelize import parameter_roles
+from torchtitan_graph.parallel.plan import Plan
 from torchtitan_graph.plan.depth import depths, keep_layers
 from torchtitan_graph.plan.on_cpu import ThisCpu
 from torchtitan_graph.plan.ranks import build
-from torchtitan_graph.plan.search import VARIED, Figures, Found, JobCandidate, Search
+from torchtitan_graph.plan.search import EXPOSED, VARIED, Figures, Found, JobCandidate, Search
 from torchtitan_graph.plan.simulate import JobForecast, by_rates, simulate
 from torchtitan_graph.rates import Rates
 from torchtitan_graph.steps.budget import EARLIER
@@ -48,7 +52,7 @@ def figures(plan: JobForecast) -> Figures:
     step = plan.step
     parts = {
         "arithmetic": sum(step.computed.values()),
-        **{f"exposed {axis} communication": s for axis, s in step.exposed.items() if axis != PP},
+        **{f"{EXPOSED}{axis} communication": s for axis, s in step.exposed.items() if axis != PP},
         "messages between stages": step.exposed.get(PP, 0.0),
         "bubble": step.bubble,
         "the host": step.host,
@@ -75,11 +79,28 @@ def _places(plan: JobForecast) -> dict[str, float]:
     return found
 
 
+def _num_experts(model: nn.Module, plan: Plan) -> int:
+    """Return the least number of experts of a layer that has some, 0 without."""
+    roles = parameter_roles(model, plan)
+    return min(
+        (p.shape[0] for name, p in model.named_parameters() if "expert" in roles.get(name, {}).values()), default=0
+    )
+
+
 def search(
-    config: JobConfig, world_size: int, rates: Rates, cpu: ThisCpu | None, varied: Sequence[str] = VARIED
+    config: JobConfig,
+    world_size: int,
+    rates: Rates,
+    cpu: ThisCpu | None,
+    varied: Sequence[str] = VARIED,
+    headroom: float = 0.0,
 ) -> tuple[Search, Found]:
-    """Return the search for a job's fastest configuration and its result, with progress on stderr. `cpu`: replay
-    operators on it instead of using `rates`.
+    """Return the search for a job's fastest configuration and its result, with progress on stderr. Ctrl-C and SIGTERM
+    end it with the best so far.
+
+    Args:
+        cpu: replay operators on it instead of using `rates`.
+        headroom: the part of the memory that candidates leave free, 0 to 1.
 
     Raises:
         UserError: the job itself can't be built, nothing is legal, or nothing fits.
@@ -99,9 +120,9 @@ def search(
         config,
         world_size,
         num_near=rates.num_near,
-        has_experts=any("expert" in roles.values() for roles in parameter_roles(first.model, plan).values()),
+        num_experts=_num_experts(first.model, plan),
         rows=first.rows_per_step,
-        memory=rates.memory_gib * GIB,
+        memory=rates.memory_gib * GIB * (1 - headroom),
         forecast=forecast,
         depths=None if by_layer else depths(first.model, first.options),
         varied=varied,
@@ -109,10 +130,12 @@ def search(
     )
     level = logger.level
     logger.setLevel("WARNING")  # each candidate is traced and passed: that would be too much to log
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         return of, of.run()
     finally:
         logger.setLevel(level)
+        signal.signal(signal.SIGTERM, before)
 
 
 def _shallow(layers: int, config: JobConfig, world_size: int, target: Target) -> Blueprint:
@@ -135,8 +158,9 @@ def lines(of: Search, found: Found) -> list[str]:
     by_reason: dict[str, list[JobCandidate]] = {"slower": [*found.fitting[1:]], "does not fit": [], "illegal": []}
     for each in found.others:
         by_reason["does not fit" if each.why.startswith("does not fit") else "illegal"].append(each)
+    stopped = f"stopped early, of at most {of.num_at_most}: " if of.is_stopped else ""
     text = [
-        f"{of.num_built} candidates built; {len(found.fitting)} fit. Best:",
+        f"{stopped}{of.num_built} candidates built; {len(found.fitting)} fit. Best:",
         f"  {best}: {best.figures.step_s:.4g} s a step, {best.figures.peak / GIB:.4g} GiB of {of.memory / GIB:.4g}",
     ]
     for reason, candidates in by_reason.items():

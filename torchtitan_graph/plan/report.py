@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from torchtitan_graph.analysis.cost import ATTENTION, OTHER, PRODUCT
 from torchtitan_graph.config import dump_toml
 from torchtitan_graph.device import GIB
 from torchtitan_graph.forecast import STEP
@@ -19,6 +20,17 @@ _MUCH = 1 / 3  # of a step
 # The remedy for each cause of waiting in a step, and what --search then varies.
 _HOST, _STAGES = "the host", "other stages"
 _FEWER_GATHERS = "a larger training.local_batch_size, so that weights are gathered for fewer microbatches"
+# What each part of a step rests on: keys of the device's file that were never measured in a run of this program.
+_OF_A_COLLECTIVE = "network_share"
+_RESTS_ON = {
+    PRODUCT: "product_share, fp8_share",
+    ATTENTION: "attention_share",
+    OTHER: "memory_share, fusion_share",
+    "waits for the host": "launch",
+    "waits for other stages": "all of these",
+    "sums of gradients": "memory_share",
+    "clipping and optimizer": "memory_share",
+}
 _INSTEAD = {
     _HOST: ("a larger training.local_batch_size, or compile.cuda_graphs", "rows"),
     _STAGES: ("more microbatches, or another parallelism.pipeline_parallel_schedule", "pp,schedule,rows"),
@@ -121,10 +133,15 @@ def _time(plan: JobForecast) -> list[str]:
         "clipping and optimizer": step.optimizer,
     }
     microbatches = f"{job.options.num_microbatches} x {job.options.rows[0]} rows of {job.options.rows[1]} tokens"
+    is_measured = plan.rates.name == CPU
+
+    def source(name: str) -> str:
+        return "" if is_measured else f"   not measured: {_RESTS_ON.get(name, _OF_A_COLLECTIVE)}"
+
     return [
         f"a step of {microbatches} on {plan.rates.name}:",
         *(
-            f"  {name:34}{seconds * 1e3:10.2f} ms {seconds / step.seconds:7.1%}"
+            f"  {name:34}{seconds * 1e3:10.2f} ms {seconds / step.seconds:7.1%}{source(name)}"
             for name, seconds in parts.items()
             if seconds > _ROUNDING
         ),

@@ -170,6 +170,7 @@ def roofline(config: JobConfig, world_size: int, rates: Rates) -> Roofline:
     assert isinstance(rank.graphs.train, TracedResult)
     peaks = rates._replace(
         product_share=1.0, fp8_share=1.0, attention_share=1.0, memory_share=1.0, network_share=1.0, fusion_share=1.0,
+        message_share=0.0,
         launch=0.0, kernel=0.0, near_hop=0.0, far_hop=0.0,
     )  # fmt: skip
     gm = rank.graphs.train.gm

@@ -3,12 +3,16 @@
 Note [Search]
 The trainer decides which candidates are legal: each is a configuration that goes through `check` and `Trainer`. A
 step's time, memory and communication are linear in the number of periods of alike layers, so a candidate is built with
-few layers, twice, and extrapolated to the whole depth; a pipeline, whose stages are short, is built whole. Three things
-are never slower, or never smaller, than their neighbours, and so need not be built: if the leanest way to compute some
-rows does not fit, more rows don't; less recomputation is not slower, nor is keeping gathered weights. The peak is
-extrapolated place by place, for the place that has most changes with depth; one that is close to the limit is not
-extrapolated. The three leading candidates are built whole too, and ranked by that; in place of one that then does not
-fit, its siblings are tried. Last come the leading candidates whose microbatches share work, built whole.
+few layers, twice, and extrapolated to the whole depth; with more layers where a third depth is not on that line. A
+pipeline, whose stages are short, is built whole. Three things are never slower, or never smaller, than their
+neighbours, and so need not be built: if the leanest way to compute some rows does not fit, more rows don't; less
+recomputation is not slower, nor is keeping gathered weights. The peak is extrapolated place by place, for the place
+that has most changes with depth; one that is close to the limit is not extrapolated. The three leading candidates are
+built whole too, and ranked by that; in place of one that then does not fit, its siblings are tried.
+
+Last come levers that hide or spare communication: the other exchange of experts' tokens, weights gathered once a step,
+microbatches in pairs. With them a candidate can't be faster than it is without all that it waits for: while that bound
+is below the best, it is tried, lever by lever, built whole.
 """
 
 from __future__ import annotations
@@ -35,6 +39,7 @@ _SCHEDULE, _ROWS = "parallelism.pipeline_parallel_schedule", "training.local_bat
 _STAGE_ROWS = "parallelism.pipeline_parallel_microbatch_size"
 _RESHARD = "parallelism.fsdp_reshard_after_forward"
 _ONCE, _PAIRS = "parallelism.fsdp_once_a_step", "parallelism.overlap_microbatches"
+_EXCHANGE = "parallelism.expert_exchange"
 _MODE, _OPTION = "activation_checkpoint.mode", "activation_checkpoint.selective_ac_option"
 
 SHORT = {
@@ -50,13 +55,19 @@ SHORT = {
     _RESHARD: "reshard",
     _ONCE: "once",
     _PAIRS: "pairs",
+    _EXCHANGE: "exchange",
 }
 AXES = (DP_REPLICATE, TP, CP, PP, EP)
-VARIED = (*AXES, "schedule", "rows", "recompute", "reshard", "once", "pairs")
+VARIED = (*AXES, "schedule", "rows", "recompute", "reshard", "once", "pairs", "exchange")
 
 _CLOSE = 0.25  # a candidate that seems to need up to so much more or less than the limit is built whole
 _RESHARDS = ("never", "default", "always")
-_LEADING = 3  # candidates whose microbatches are tried sharing work too
+_LEADING = 3  # candidates that are built whole, and ranked by that
+_WITH_LEVERS = 8  # candidates that are tried with levers, at most
+_ON_THE_LINE = 0.02  # of a figure, by which a third depth may be off the line through two
+_MOST_DEPTHS = 5  # with more, all layers are built
+_DIRECT, _BY_MACHINE = "direct", "by_machine"
+_IN_PAIRS = "DualPipeV"  # the schedule whose forward and backward can run as one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,11 +96,18 @@ class Figures:
         peak = max([_line(self.peak, other.peak, x), *places.values()])
         return Figures(_line(self.step_s, other.step_s, x), peak, parts, places)
 
+    def is_close(self, other: Figures) -> bool:
+        """Return whether time and peak are the same but for little."""
+        pairs = ((self.step_s, other.step_s), (self.peak, other.peak))
+        return all(math.isclose(a, b, rel_tol=_ON_THE_LINE) for a, b in pairs)
+
 
 def _line(a: float, b: float, x: float) -> float:
     return a + (b - a) * x
 
 
+EXPOSED = "exposed "  # begins the parts of communication
+WAITS = ("messages between stages", "bubble")  # the other parts in which a rank waits
 Progress = Callable[[str], None]
 Settings = Mapping[str, Any]  # options of a job, by name
 Forecaster = Callable[[JobConfig, "int | None"], Figures]  # of a job, with so many of the model's layers, or all
@@ -105,9 +123,21 @@ class JobCandidate:
     whole: bool = False  # its figures are of all layers, not extrapolated
     next: Sequence[Settings] = ()  # ways that are slower and need less, from the fastest on
 
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step; infinite where it could not be built."""
+        return math.inf if self.figures is None else self.figures.step_s
+
+    @property
+    def bound(self) -> float:
+        """The least seconds that a step could take if it waited for no communication, nor for other stages."""
+        parts = {} if self.figures is None else self.figures.parts
+        return self.step_s - sum(s for name, s in parts.items() if name in WAITS or name.startswith(EXPOSED))
+
     def __str__(self) -> str:
         given = [(SHORT[key], value) for key, value in self.settings.items() if key in SHORT]
-        shown = {name: value for name, value in given if value not in (1, NONE) or name == "rows"}
+        plain = (1, NONE, False, _DIRECT)
+        shown = {name: value for name, value in given if value not in plain or name == "rows"}
         if _STAGE_ROWS in self.settings:
             shown["rows"] = self.settings[_STAGE_ROWS]
         elif self.settings.get(_PP, 1) == 1:
@@ -134,9 +164,10 @@ class Found:
 # --- the candidates -------------------------------------------------------------------------------------------------
 
 
-def degrees(world_size: int, num_near: int, has_experts: bool, fixed: Settings) -> Iterator[dict[str, int]]:
+def degrees(world_size: int, num_near: int, num_experts: int, fixed: Settings) -> Iterator[dict[str, int]]:
     """Yield all ways to divide a job's ranks: degrees that multiply to their number, and for experts those that divide
-    the ranks they reuse. Tensor and expert parallelism stay inside a machine of `num_near`."""
+    the ranks they reuse, and their own number. Tensor parallelism stays inside a machine of `num_near` ranks; experts
+    share ranks of one machine, or whole machines."""
 
     def divisors(n: int) -> list[int]:
         return [d for d in range(1, n + 1) if n % d == 0]
@@ -152,8 +183,8 @@ def degrees(world_size: int, num_near: int, has_experts: bool, fixed: Settings) 
         rest, left = divmod(world_size, pp * replicate * cp * tp)
         if left:
             continue
-        reused = [d for d in divisors(rest * cp * tp) if d <= num_near] if has_experts else [1]
-        for ep in choices(_EP, reused):
+        reused = [d for d in divisors(rest * cp * tp) if d <= num_near or d % num_near == 0]
+        for ep in choices(_EP, [d for d in reused if num_experts % d == 0] if num_experts else [1]):
             yield {_PP: pp, _REPLICATE: replicate, _SHARD: rest, _CP: cp, _TP: tp, _EP: ep}
 
 
@@ -187,7 +218,8 @@ class Search:
         rows: rows of a step, on all ranks together.
         memory: limit of a rank's bytes.
         forecast: function that returns a candidate's figures, or raises the trainer's `UserError`.
-        depths: the two numbers of layers to build, and the position of all layers on the line between; None: whole.
+        num_experts: of a layer; 0: none.
+        depths: the first two numbers of layers to build, and the position of all layers on their line; None: whole.
         progress: called with a line for each candidate.
     """
 
@@ -197,7 +229,7 @@ class Search:
         world_size: int,
         *,
         num_near: int,
-        has_experts: bool,
+        num_experts: int,
         rows: int,
         memory: float,
         forecast: Forecaster,
@@ -206,10 +238,11 @@ class Search:
         progress: Progress = lambda line: None,
     ) -> None:
         self.config, self.world_size, self.rows, self.memory = config, world_size, rows, memory
-        self.num_near, self.has_experts = num_near, has_experts
+        self.num_near, self.num_experts = num_near, num_experts
         self.forecast, self.depths, self.progress = forecast, depths, progress
         self.fixed = self._fixed(varied)
-        self.num_built = 0
+        self.num_built, self.num_at_most, self.is_stopped = 0, 0, False
+        self.found: list[JobCandidate] = []
 
     def _fixed(self, varied: Sequence[str]) -> dict[str, Any]:
         of: dict[str, list[str]] = {"recompute": [_MODE, _OPTION]}
@@ -220,51 +253,73 @@ class Search:
         return {key: get(self.config, key) for name in VARIED if name not in varied for key in of[name]}
 
     def run(self) -> Found:
-        """Return the result, with the fastest candidate that fits first.
+        """Return the result, with the fastest candidate that fits first. Ctrl-C ends the search early: the result is
+        then that of the candidates so far.
 
         Raises:
             UserError: none is legal, or none fits: names the one that needs least.
         """
-        found: list[JobCandidate] = []
-        for of in degrees(self.world_size, self.num_near, self.has_experts, self.fixed):
-            found += self._with_degrees(of)
-        fitting = self._check_leading([each for each in found if each.figures and not each.why], found)
-        found += (shared := self._sharing(fitting[:_LEADING]))
-        fitting = self._check_leading([*fitting, *(each for each in shared if not each.why)], found)
-        others = [each for each in found if each not in fitting]
+        divided = list(degrees(self.world_size, self.num_near, self.num_experts, self.fixed))
+        self.num_at_most = sum(map(self._num_with_degrees, divided))
+        try:
+            for of in divided:
+                self._with_degrees(of)
+            self._check_leading()
+            self._with_levers()
+        except KeyboardInterrupt:
+            self.is_stopped = True
+            self.progress("stopped: the leading candidates are built whole; Ctrl-C again ends without a result")
+        fitting = self._check_leading()
+        others = [each for each in self.found if each.why]
         if not fitting:
             raise UserError(self._why_none(others))
         for each in fitting[1:]:
             each.why = why_slower(each, fitting[0])
         return Found(fitting, others)
 
-    def _with_degrees(self, of: dict[str, int]) -> list[JobCandidate]:
-        """Return all candidates of some degrees, judged."""
+    def fitting(self) -> list[JobCandidate]:
+        """Return the candidates so far that fit, the fastest first."""
+        return sorted((each for each in self.found if not each.why), key=lambda each: each.step_s)
+
+    def _rows_and_schedules(self, of: Settings) -> tuple[list[int], Sequence[str | None]]:
+        """Return the rows at a time, none if those of a step don't divide; and a pipeline's schedules, else None."""
         data = of[_REPLICATE] * of[_SHARD]
-        if self.rows % data:
+        rows = rows_at_a_time(self.rows // data) if self.rows % data == 0 else []
+        if rows and _ROWS in self.fixed:
+            rows = [self.fixed[_STAGE_ROWS if of[_PP] > 1 else _ROWS]]
+        if of[_PP] == 1:
+            return rows, [None]
+        return rows, [self.fixed[_SCHEDULE]] if _SCHEDULE in self.fixed else list(SCHEDULES)
+
+    def _num_with_degrees(self, of: Settings) -> int:
+        """Return the number of candidates of some degrees, without levers, if all are built."""
+        rows, schedules = self._rows_and_schedules(of)
+        return len(rows) * len(schedules) * sum(map(len, ways(of, self.fixed)))
+
+    def _with_degrees(self, of: dict[str, int]) -> None:
+        """Judge all candidates of some degrees, without levers."""
+        data = of[_REPLICATE] * of[_SHARD]
+        all_rows, schedules = self._rows_and_schedules(of)
+        if not all_rows:
             why = f"illegal: {self.rows} rows of a step don't divide over {data} data-parallel ranks"
-            return [JobCandidate(of, why=why)]
-        all_rows = rows_at_a_time(self.rows // data)
-        if _ROWS in self.fixed:
-            all_rows = [self.fixed[_STAGE_ROWS if of[_PP] > 1 else _ROWS]]
-        schedules: Sequence[str | None] = [None]
-        if of[_PP] > 1:
-            schedules = [self.fixed[_SCHEDULE]] if _SCHEDULE in self.fixed else list(SCHEDULES)
-        found: list[JobCandidate] = []
+            self.found.append(JobCandidate(of, why=why))
+            return
+        levers: dict[str, Any] = {_ONCE: NONE, _PAIRS: False}
+        if of[_EP] > 1:
+            levers[_EXCHANGE] = _BY_MACHINE if of[_EP] > self.num_near else _DIRECT
+        levers |= {key: self.fixed[key] for key in levers if key in self.fixed}
         for schedule in schedules:
             is_too_much = False
             for rows in all_rows:
                 if is_too_much and rows * data < self.rows:
                     continue  # fewer rows did not fit; a single microbatch may, which sums no gradients
-                base: dict[str, Any] = {**of, _ROWS: rows}
+                base: dict[str, Any] = {**of, **levers, _ROWS: rows}
                 if schedule is not None:
-                    base = {**of, _SCHEDULE: schedule, _ROWS: self.rows // data, _STAGE_ROWS: rows}
+                    base = {**of, **levers, _SCHEDULE: schedule, _ROWS: self.rows // data, _STAGE_ROWS: rows}
                 judged = self._with_rows(base)
-                found += judged
                 is_too_much = all(each.why.startswith("does not fit") for each in judged)
                 if judged[0].why.startswith("illegal") and schedule is None:
                     break  # the degrees themselves are illegal
-        return found
 
     def _with_rows(self, base: dict[str, Any]) -> list[JobCandidate]:
         """Return the ways to compute some rows, judged from the fastest on; stop where no slower one can be better."""
@@ -284,43 +339,85 @@ class Search:
                 break  # the next ones recompute more, and free no later
         return found
 
-    def _sharing(self, leading: Sequence[JobCandidate]) -> list[JobCandidate]:
-        """Return the leading candidates with what their microbatches can share, judged; these are built whole."""
-        found: list[JobCandidate] = []
-        for each in leading:
-            of = each.settings
-            if of[_PP] > 1 or self.rows // (of[_REPLICATE] * of[_SHARD] * of[_ROWS]) == 1:
-                continue
-            onces = [NONE, *([EXPERTS] if of[_EP] > 1 else []), ALL] if _ONCE not in self.fixed else [self.fixed[_ONCE]]
-            pairs = [False, True] if _PAIRS not in self.fixed else [self.fixed[_PAIRS]]
-            for way in ({_ONCE: once, _PAIRS: in_pairs} for once in onces for in_pairs in pairs):
-                if any(get(self.config, key) != value for key, value in way.items()):
-                    found.append(self._judge({**of, **way}, is_whole=True))
+    def _with_levers(self) -> None:
+        """Judge the leading candidates with levers, while their bound is below the best."""
+        for each in sorted(self.fitting(), key=lambda each: each.bound)[:_WITH_LEVERS]:
+            if each.bound >= self.fitting()[0].step_s:
+                return
+            best = each
+            for alternatives in self._levers(each):
+                for way in alternatives:
+                    if all(best.settings.get(key) == value for key, value in way.items()):
+                        continue
+                    other = self._judge({**best.settings, **way}, is_whole=True)
+                    if not other.why:
+                        best = min(best, other, key=lambda each: each.step_s)
+                        break
+
+    def _levers(self, each: JobCandidate) -> list[list[dict[str, Any]]]:
+        """Return settings to try with a candidate, lever by lever; of a lever the first that fits is enough."""
+        of, found = each.settings, list[list[dict[str, Any]]]()
+        if of[_EP] > 1 and _EXCHANGE not in self.fixed:
+            found.append([{_EXCHANGE: _DIRECT if of.get(_EXCHANGE) == _BY_MACHINE else _BY_MACHINE}])
+        if of[_PP] > 1:
+            has_its_own = self.config.parallelism.pipeline_parallel_schedule_csv is not None
+            if _PAIRS not in self.fixed and self.fixed.get(_SCHEDULE, _IN_PAIRS) == _IN_PAIRS and not has_its_own:
+                # In pairs more is in memory: with the policies that need less too.
+                keys = (_MODE, _OPTION)
+                policies = dict.fromkeys(tuple((key, way[key]) for key in keys if key in way) for way in each.next)
+                found.append([{_SCHEDULE: _IN_PAIRS, _PAIRS: True, **dict(policy)} for policy in ((), *policies)])
+        elif self.rows > of[_REPLICATE] * of[_SHARD] * of[_ROWS]:  # several microbatches
+            onces = [{_ONCE: ALL}, *([{_ONCE: EXPERTS}] if of[_EP] > 1 else [])]
+            if _ONCE in self.fixed:
+                onces = []
+            found += [onces]
+            if _PAIRS not in self.fixed:
+                less = [*onces[1:], {_ONCE: NONE}] if onces else []
+                found += [[{_PAIRS: True}, *({_PAIRS: True, **once} for once in less)]]
         return found
 
     def _judge(self, settings: dict[str, Any], is_whole: bool = False) -> JobCandidate:
-        """Return a candidate with its forecast, or why it is out."""
+        """Return a candidate, added to `found`, with its forecast, or why it is out."""
         each = JobCandidate(settings)
         config = self.configured(settings)
-        is_whole = is_whole or self.depths is None or settings[_PP] > 1
         try:
             check(config, self.world_size)
-            if is_whole:
+            each.figures = None if is_whole or settings[_PP] > 1 else self._extrapolated(config)
+            if each.figures is None:
                 each.figures, each.whole = self.forecast(config, None), True
-            else:
-                assert self.depths is not None
-                few, more, x = self.depths
-                each.figures = self.forecast(config, few).at(self.forecast(config, more), x)
-                if abs(each.figures.peak / self.memory - 1) < _CLOSE:
-                    each.figures, each.whole = self.forecast(config, None), True
         except UserError as error:
             first, *problems = str(error).splitlines()
             each.why = f"illegal: {(problems or [first])[0].strip()}"
-            return each
-        self.num_built += 1
-        self._judge_memory(each)
-        self.progress(f"{self.num_built}: {each}: {each.why or f'{each.figures.step_s:.4g} s a step'}")
+        if each.figures is not None:
+            self.num_built += 1
+            self._judge_memory(each)
+            self.progress(f"{self._count}: {each}: {each.why or f'{each.step_s:.4g} s a step'}{self._best_so_far()}")
+        self.found.append(each)
         return each
+
+    @property
+    def _count(self) -> str:
+        return f"{self.num_built} of at most {max(self.num_at_most, self.num_built)}"
+
+    def _best_so_far(self) -> str:
+        best = self.fitting()[:1]
+        return "".join(f"; best so far {each}: {each.step_s:.4g} s" for each in best)
+
+    def _extrapolated(self, config: JobConfig) -> Figures | None:
+        """Return a job's figures on the line through two depths that a third confirms; None: all layers must be
+        built."""
+        if self.depths is None:
+            return None
+        few, more, x = self.depths
+        built = [self.forecast(config, few), self.forecast(config, more)]
+        while len(built) <= x:
+            if len(built) == _MOST_DEPTHS:
+                return None
+            built.append(self.forecast(config, few + len(built) * (more - few)))
+            if built[-3].at(built[-2], 2.0).is_close(built[-1]):
+                break
+        found = built[-2].at(built[-1], x - len(built) + 2)
+        return None if abs(found.peak / self.memory - 1) < _CLOSE else found
 
     def configured(self, settings: Settings) -> JobConfig:
         """Return the job's configuration with a candidate's settings; it trains unchanged."""
@@ -335,31 +432,31 @@ class Search:
             needs, has = each.figures.peak / 2**30, self.memory / 2**30
             each.why = f"does not fit: needs {needs:.4g} GiB of {has:.4g}"
 
-    def _check_leading(self, fitting: list[JobCandidate], found: list[JobCandidate]) -> list[JobCandidate]:
-        """Return the candidates sorted by time, the leading ones built whole. In place of one that then does not fit
-        comes its next way that does; it is added to `found`."""
+    def _check_leading(self) -> list[JobCandidate]:
+        """Return the candidates that fit, sorted by time, after the leading ones were built whole. In place of one that
+        then does not fit comes its next way that does."""
         while True:
-            fitting.sort(key=lambda each: each.figures.step_s if each.figures else math.inf)
+            fitting = self.fitting()
             each = next((each for each in fitting[:_LEADING] if not each.whole), None)
             if each is None:
                 return fitting
             each.figures, each.whole = self.forecast(self.configured(each.settings), None), True
             self._judge_memory(each)
-            self.progress(f"whole: {each}: {each.why or f'{each.figures.step_s:.4g} s a step'}")
+            self.progress(f"whole: {each}: {each.why or f'{each.step_s:.4g} s a step'}")
             if not each.why:
                 continue
-            fitting.remove(each)
             for number, settings in enumerate(each.next, 1):
-                if any(settings == other.settings for other in found):
+                if any(settings == other.settings for other in self.found):
                     continue
-                found.append(self._judge(dict(settings)))
-                if not found[-1].why:
-                    found[-1].next = each.next[number:]
-                    fitting.append(found[-1])
+                sibling = self._judge(dict(settings))
+                if not sibling.why:
+                    sibling.next = each.next[number:]
                     break
 
     def _why_none(self, others: Sequence[JobCandidate]) -> str:
         built = [each for each in others if each.figures is not None]
+        if not others:
+            return "--search: stopped before the first candidate was built"
         if not built:
             return f"--search: no candidate is legal; the first, {others[0]}: {others[0].why}"
         least = min(built, key=lambda each: each.figures.peak if each.figures else math.inf)

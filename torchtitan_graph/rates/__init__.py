@@ -30,6 +30,7 @@ class Rates(NamedTuple):
                       the share of a peak that is reached; by products, by those in float8, by attention
     fusion_share      of the bytes that ideal fusion of neighbours would save, the share that a compiled
                       region saves
+    message_share     the share of a device's arithmetic that a collective takes while it runs
     launch            seconds of the host to launch an operator
     kernel            least seconds of an operator
     near_hop, far_hop latency of a message in seconds, within a machine, and between two
@@ -53,6 +54,7 @@ class Rates(NamedTuple):
     memory_share: float
     network_share: float
     fusion_share: float
+    message_share: float
     launch: float
     kernel: float
     near_hop: float
@@ -63,7 +65,8 @@ class Rates(NamedTuple):
         return self.fp8 if width < 2 else self.half if width == 2 else self.full
 
 
-_MAY_BE_ZERO = ("reserved_gib", "launch", "kernel", "near_hop", "far_hop", "fusion_share")
+_MAY_BE_ZERO = ("reserved_gib", "launch", "kernel", "near_hop", "far_hop", "fusion_share", "message_share")
+_MOST_OF_MESSAGES = 0.9  # a device computes beside its collectives
 # The legal range of each figure, to detect one in another unit: 989 for 989e12 FLOP/s, 6 for 6e-6 s.
 _UNITS: dict[str, tuple[str, float, float]] = {
     **dict.fromkeys(("fp8", "half", "full"), ("FLOP/s", 1e7, 1e19)),
@@ -112,6 +115,8 @@ def _problem(key: str, value: Any) -> str | None:
     if is_number and value == 0 and key in _MAY_BE_ZERO:
         return None
     or_zero = "0, or " if key in _MAY_BE_ZERO else ""
+    if key == "message_share":
+        return None if is_number and 0 < value <= _MOST_OF_MESSAGES else f"{or_zero}a part, up to {_MOST_OF_MESSAGES}"
     if key.endswith("_share"):
         return None if is_number and 1e-6 <= value <= 1 else f"{or_zero}a part, from 1e-06 to 1"
     unit, least, most = _UNITS[key]

@@ -1,5 +1,6 @@
 """The estimate of a graph's time, against sums by hand: of its nodes, and of streams that run beside one another."""
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -114,6 +115,24 @@ def test_products_hide_what_runs_beside_them() -> None:
     left = GATHER - PRODUCT
     assert left > 0
     assert close(estimate(graph_of(late), COSTS), GATHER, fsdp=left)
+
+
+def test_a_collective_takes_its_share_of_the_products_beside_it_but_of_no_bytes() -> None:
+    costs = Costs(RATES._replace(message_share=0.5), LINKS)
+
+    def products(number: int) -> Callable[..., object]:
+        def run(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+            sent = gather(x)
+            found = [x @ y for _ in range(number)]
+            return *found, wait(sent)
+
+        return run
+
+    enough = math.ceil(GATHER / PRODUCT)
+    assert estimate(graph_of(products(enough)), costs).seconds == pytest.approx(enough * PRODUCT + GATHER / 2)
+    assert estimate(graph_of(lambda x, y: (x @ y, wait(gather(x)))), costs).seconds == pytest.approx(PRODUCT + GATHER)
+    added = estimate(graph_of(lambda x, y: (gather(x), x + y)), costs)
+    assert added.computed == pytest.approx({cost.OTHER: ADD})
 
 
 def test_one_groups_collectives_queue_and_two_groups_do_not() -> None:

@@ -85,7 +85,7 @@ def made_up(config: JobConfig, layers: int | None) -> Figures:
 
 
 def search(memory: float, forecast: Callable[..., Figures] = made_up, **changes: Any) -> Search:
-    given: dict[str, Any] = dict(num_near=4, has_experts=False, rows=8, depths=(2, 3, 4.0))
+    given: dict[str, Any] = dict(num_near=4, num_experts=0, rows=8, depths=(2, 3, 4.0))
     return Search(job(), 4, memory=memory * GIB, forecast=forecast, **given | changes)
 
 
@@ -96,7 +96,7 @@ def brute_force() -> dict[Hashable, Figures]:
     of = search(1.0)
     policies = [("none", "op"), ("selective", "op"), ("full", "op")]
     reshards = ("never", "default", "always")
-    for each in degrees(4, 4, False, {}):
+    for each in degrees(4, 4, 0, {}):
         data = each["parallelism.data_parallel_replicate_degree"] * each["parallelism.data_parallel_shard_degree"]
         pp, cp = (each[f"parallelism.{axis}_parallel_degree"] for axis in ("pipeline", "context"))
         if cp > 1:
@@ -149,6 +149,92 @@ def test_the_peak_moves_to_where_layers_keep_more() -> None:
     assert few.at(more, 38.0).peak == 4.0 * 40, "not 20 + 40"
 
 
+def test_depths_are_deepened_until_the_line_holds() -> None:
+    def bent(config: JobConfig, layers: int | None) -> Figures:
+        """The first depth is on another line than all others."""
+        found = made_up(config, layers)
+        return dataclasses.replace(found, step_s=found.step_s + 100.0 * (layers != 2))
+
+    def curved(config: JobConfig, layers: int | None) -> Figures:
+        return dataclasses.replace(made_up(config, layers), step_s=2.0 ** (layers or 12))
+
+    of = search(1e6, bent, varied=("recompute", "rows"), depths=(2, 3, 10.0))
+    for settings in (each.settings for each in of.run().fitting):
+        told = of._extrapolated(of.configured(settings))
+        assert told is not None and told.step_s == pytest.approx(100 + made_up(of.configured(settings), 12).step_s)
+    of = search(1e6, curved, varied=("rows",), depths=(2, 3, 10.0))
+    assert all(each.whole for each in of.run().fitting), "where no line holds all layers are built"
+
+
+def with_experts(config: JobConfig, layers: int | None) -> Figures:
+    """Experts on more ranks need less memory, and wait for their exchange: not in pairs, and less by machine."""
+    found, p = made_up(config, layers), config.parallelism
+    num_near, waits = 2, 0.0
+    if (ep := p.expert_parallel_degree) > 1:
+        slow = 10.0 if ep > num_near else 2.0
+        waits = slow * (0.4 if p.expert_exchange == "by_machine" else 1.0) * (0.0 if p.overlap_microbatches else 1.0)
+    parts = {**found.parts, "exposed ep communication": waits}
+    peak = found.peak * (1.1 if p.overlap_microbatches else 1.0) / ep
+    return Figures(sum(parts.values()), peak, parts)
+
+
+def test_experts_over_machines_exchange_by_machine_and_in_pairs() -> None:
+    of_twelve = degrees(8, 2, 12, {"parallelism.tensor_parallel_degree": 1})
+    sharded = [each for each in of_twelve if each["parallelism.data_parallel_shard_degree"] == 8]
+    assert [each["parallelism.expert_parallel_degree"] for each in sharded] == [1, 2, 4]
+    given: dict[str, Any] = dict(num_near=2, num_experts=8, forecast=with_experts, depths=None, rows=8)
+    # Only the experts of four ranks fit, which are two machines: alone they would wait.
+    of = Search(job(), 4, memory=12.0 * GIB, varied=("ep", "rows", "pairs", "exchange"), **given)
+    best = of.run().best.settings
+    assert best["parallelism.expert_parallel_degree"] == 4 and best["parallelism.overlap_microbatches"]
+    assert best["parallelism.expert_exchange"] == "by_machine"
+    best = Search(job(), 4, memory=12.0 * GIB, varied=("ep", "rows"), **given).run().best.settings
+    assert best["parallelism.expert_exchange"] == "direct" and not best["parallelism.overlap_microbatches"], (
+        "not varied"
+    )
+
+
+def test_pipelines_are_tried_in_pairs() -> None:
+    def in_pairs(config: JobConfig, layers: int | None) -> Figures:
+        found, p = made_up(config, layers), config.parallelism
+        waits = 0.0 if p.overlap_microbatches else 5.0
+        return Figures(found.step_s + waits, found.peak, {**found.parts, "messages between stages": waits})
+
+    varied = ("pp", "schedule", "pairs")
+    of = search(120.0, in_pairs, varied=varied)
+    of.fixed["parallelism.pipeline_parallel_degree"] = 2
+    best = of.run().best.settings
+    assert best["parallelism.overlap_microbatches"]
+    assert best["parallelism.pipeline_parallel_schedule"] == "DualPipeV"
+    of = search(120.0, in_pairs, varied=("pp", "pairs"))
+    of.fixed["parallelism.pipeline_parallel_degree"] = 2
+    assert not of.run().best.settings["parallelism.overlap_microbatches"], "1F1B is kept, which has none"
+
+
+def test_ctrl_c_gives_the_best_so_far() -> None:
+    heard: list[str] = []
+
+    def until_the_third(config: JobConfig, layers: int | None) -> Figures:
+        calls.append(layers)
+        if len(calls) == 8:
+            raise KeyboardInterrupt
+        return made_up(config, layers)
+
+    calls: list[int | None] = []
+    of = search(120.0, until_the_third, varied=("tp", "rows"), progress=heard.append)
+    found = of.run()
+    assert of.is_stopped and 0 < of.num_built < of.num_at_most and found.best.whole
+    assert any(line.startswith("stopped:") for line in heard)
+    assert f"1 of at most {of.num_at_most}: " in heard[0] and "; best so far " in heard[1]
+    assert find.lines(of, found)[0].startswith(f"stopped early, of at most {of.num_at_most}: {of.num_built} candidates")
+
+    def at_once(config: JobConfig, layers: int | None) -> Figures:
+        raise KeyboardInterrupt
+
+    with pytest.raises(UserError, match="stopped before the first candidate was built"):
+        search(120.0, at_once).run()
+
+
 # --- the real thing ---------------------------------------------------------------------------------------------------
 
 
@@ -197,7 +283,7 @@ def test_what_the_trainer_refuses_is_told_in_its_words() -> None:
 def test_a_schedule_of_one_s_own_is_not_varied() -> None:
     of = search(120.0)
     of.config.parallelism.pipeline_parallel_schedule_csv = "my.csv"
-    kept = Search(of.config, 4, num_near=4, has_experts=False, rows=8, memory=GIB, forecast=made_up, depths=None)
+    kept = Search(of.config, 4, num_near=4, num_experts=0, rows=8, memory=GIB, forecast=made_up, depths=None)
     assert "parallelism.pipeline_parallel_schedule" in kept.fixed and not of.fixed
 
 

@@ -129,10 +129,7 @@ class Blueprint:
         ep, etp = parallelism.expert_parallel_degree, parallelism.expert_tensor_parallel_degree
         if parallelism.expert_exchange == "direct" or ep == 1:
             return 0
-        near = parallelism.ranks_per_machine
-        if near is None:
-            launched = os.environ.get("WORLD_SIZE") == str(world_size) and self.config.comm.mode != "fake_backend"
-            near = int(os.environ["LOCAL_WORLD_SIZE"]) if launched else self.target.rates.num_near
+        near = self._ranks_per_machine(world_size)
         if near % (ep * etp) and (near % etp or ep * etp % near):
             raise UserError(
                 f"parallelism.expert_exchange = 'by_machine': {near} ranks share a machine, and the {ep * etp} ranks"
@@ -140,6 +137,19 @@ class Blueprint:
                 " parallelism.expert_parallel_degree, or leave expert_exchange at direct"
             )
         return ep if near >= ep * etp else near // etp
+
+    def _ranks_per_machine(self, world_size: int) -> int:
+        """Return how many ranks share a machine: as set, as launched, or by the device's rates where nothing is."""
+        if (near := self.config.parallelism.ranks_per_machine) is not None:
+            return near
+        if os.environ.get("WORLD_SIZE") != str(world_size) or self.config.comm.mode == "fake_backend":
+            return self.target.rates.num_near
+        if "LOCAL_WORLD_SIZE" not in os.environ:
+            raise UserError(
+                "parallelism.expert_exchange = 'by_machine': the launcher does not say how many processes share a"
+                " machine (LOCAL_WORLD_SIZE); set parallelism.ranks_per_machine"
+            )
+        return int(os.environ["LOCAL_WORLD_SIZE"])
 
     def _reference(self) -> Reference | None:
         """Return the frozen model of `reference.path`, on meta, None without one."""
@@ -157,6 +167,9 @@ class Blueprint:
     def _open_precompiled(self) -> Precompiled:
         file = f" --job.config_file {self.config.job.config_file}" if self.config.job.config_file else ""
         again = f"NGPU={self.dims.num_ranks} python -m torchtitan_graph.precompile{file}, with this run's options"
+        if self.dims.ep_near and self.config.parallelism.ranks_per_machine is None:
+            near = self._ranks_per_machine(self.dims.num_ranks)  # where it is traced nothing is launched
+            again += f" and --parallelism.ranks_per_machine {near} in both"
         path = self.config.compile.precompiled or ""
         with refuse_unreadable(f"compile.precompiled = {path!r}"):
             return open_precompiled(Path(path), self.fingerprint(), again)

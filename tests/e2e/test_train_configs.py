@@ -20,7 +20,7 @@ RANKS = {
     "llama3_70b": 128,
     "llama3_405b": 512,
     "llama4_debug": 2,
-    "llama4_17bx16e": 32,
+    "llama4_17bx16e": 64,
     "llama4_17bx128e": 256,
     "qwen3_debug": 2,
     "transformers_debug": 2,
@@ -35,21 +35,27 @@ RANKS = {
     "qwen3_235b_a22b": 128,
     "deepseek_v3_debug": 2,
     "deepseek_v3_16b": 8,
-    "deepseek_v3_236b": 64,
+    "deepseek_v3_236b": 128,
     "deepseek_v3_671b": 256,
     "gpt_oss_debug": 2,
     "gpt_oss_20b": 8,
-    "gpt_oss_120b": 32,
+    "gpt_oss_120b": 64,
 }
 # Degrees that files of the old schema have, by the file of ours with that model: ranks, rows, options.
 OLD_DEGREES = {
     "llama3_70b": (128, 8, "tensor_parallel_degree 8"),
     "llama3_405b": (512, 2, "tensor_parallel_degree 8"),
-    "llama4_17bx16e": (64, 8, "tensor_parallel_degree 8 expert_parallel_degree 1 expert_tensor_parallel_degree 8"),
+    "llama4_17bx16e": (
+        64,
+        8,
+        "tensor_parallel_degree 8 pipeline_parallel_degree 1 pipeline_parallel_schedule 1F1B overlap_microbatches false"
+        " expert_parallel_degree 1 expert_tensor_parallel_degree 8 expert_exchange direct",
+    ),
     "llama4_17bx128e": (
         256,
         1,
-        "tensor_parallel_degree 8 pipeline_parallel_degree 4 expert_parallel_degree 1 expert_tensor_parallel_degree 8",
+        "tensor_parallel_degree 8 pipeline_parallel_degree 4 pipeline_parallel_schedule 1F1B overlap_microbatches false"
+        " expert_parallel_degree 1 expert_tensor_parallel_degree 8 expert_exchange direct",
     ),
     "deepseek_v3_16b": (8, 4, "expert_parallel_degree 8 expert_tensor_parallel_degree 1"),
     "deepseek_v3_671b": (

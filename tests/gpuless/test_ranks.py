@@ -25,6 +25,7 @@ from torchtitan_graph.check.matrix import BF16, Cell
 from torchtitan_graph.device import CudaRecorder, Recorders
 from torchtitan_graph.graph.collectives import made_from_inputs
 from torchtitan_graph.models.layers.moe import MoE
+from torchtitan_graph.parallel.dispatch import Exchange
 from torchtitan_graph.parallel.layout import EP, ParallelDims
 from torchtitan_graph.parallel.recompute import Recompute
 from torchtitan_graph.parallel.schedule import SCHEDULES
@@ -62,6 +63,29 @@ PIPELINES |= {
     "PP x FSDP": Cell(ParallelDims(pp=2, dp_shard=2), BF16, changes=(("num_layers", 4),), **TWO_STAGES),
     "PP x TP": Cell(ParallelDims(pp=2, tp=2), BF16, changes=(("num_layers", 4),), **TWO_STAGES),
     "PP x EP": Cell(ParallelDims(pp=2, dp_shard=2, ep=2), BF16, **QWEN, **TWO_STAGES),
+}
+IN_PAIRS: dict[str, Any] = {
+    "num_microbatches": 8,
+    "pipeline": (("pipeline_parallel_schedule", "DualPipeV"), ("overlap_microbatches", True)),
+}
+DEEP = {**QWEN, "changes": (("num_layers", 4), ("num_experts", 8))}
+FULL = {"recompute": Recompute(every=1)}
+TWO_MACHINES = ParallelDims(dp_shard=4, ep=4, ep_near=2)
+# Orders by the cost model's clock, which all ranks must choose alike.
+ORDERS = {
+    "recomputed ahead": Cell(ParallelDims(dp_shard=4, ep=4), BF16, **DEEP, **FULL),
+    "once a step": Cell(ParallelDims(dp_shard=4, ep=2), BF16, num_microbatches=2, once="all", **DEEP),
+    "in pairs": Cell(ParallelDims(dp_shard=4, ep=4), BF16, num_microbatches=2, pairs=True, **DEEP, **FULL),
+    "in pairs once a step": Cell(
+        ParallelDims(dp_shard=4, ep=2), BF16, num_microbatches=2, pairs=True, once="all", **DEEP
+    ),
+    "a pipeline's pairs": Cell(ParallelDims(pp=4), BF16, changes=(("num_layers", 8),), **IN_PAIRS),
+    "a pipeline's pairs of experts": Cell(
+        ParallelDims(pp=2, dp_shard=2, ep=2), BF16, **{**IN_PAIRS, "num_microbatches": 4}, **DEEP, **FULL
+    ),
+    "by machine": Cell(TWO_MACHINES, BF16, **DEEP, **FULL),
+    "by machine, sums and float8": Cell(TWO_MACHINES, BF16, exchange=Exchange(False, True), **DEEP),
+    "by machine in pairs": Cell(TWO_MACHINES, BF16, num_microbatches=2, pairs=True, **DEEP, **FULL),
 }
 
 Edit = Callable[[GraphModule], GraphModule]
@@ -104,10 +128,11 @@ def rows_for_all(cell: Cell) -> Iterator[None]:
         return [num_rows - sum(others), *others]
 
     splits_2R = torch.tensor([sent_by(me), [sent_by(rank)[me] for rank in range(degree)]])
+    splits_2K = torch.full((2, 2), num_tokens // 4)  # of a hop between two machines, or in one
 
     def row_splits(sent_RE: Tensor, received_RE: Tensor) -> Tensor:
         counted: Tensor = OPDEFS["torchtitan_graph::row_splits"]._init_fn(sent_RE, received_RE)
-        return counted.copy_(splits_2R)
+        return counted.copy_(splits_2R if counted.shape == splits_2R.shape else splits_2K)
 
     with torch.library._scoped_library("torchtitan_graph", "IMPL") as library:
         library.impl("row_splits", row_splits, "CUDA", allow_override=True)
@@ -194,6 +219,13 @@ def test_stages_send_what_the_others_wait_for(name: str) -> None:
         assert [m.kind for m in passed] == [
             {"SEND": "send", "RECV": "receive"}[kind[:4]] for kind, *_ in actions if "_" in kind
         ]
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_an_order_by_the_clock_is_the_same_on_all_ranks(name: str) -> None:
+    sent = [messages for messages, _ in run_on(4, as_graph, ORDERS[name])]
+    tell(sent)
+    assert all(sent) and that_do_not_meet(sent) == []
 
 
 # --- the checks can fail ----------------------------------------------------------------------------------------------

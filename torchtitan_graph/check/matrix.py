@@ -220,6 +220,7 @@ def microbatches(cell: Cell, data_rank: int, step: int) -> tuple[list[Batch], Te
     """Return this rank's part of the step's rows, and the number of targets of all ranks and microbatches."""
     rows = global_rows(cell.vocab_size, step)
     num_rows = NUM_ROWS // cell.num_parts * cell.num_parts  # all parts are equal
+    assert num_rows, f"{cell.num_parts} microbatches of {NUM_ROWS} rows: none would have a row"
     rows = Batch(*(x[:num_rows] for x in rows)).to(DEVICE)
     parts = [Batch(*each) for each in zip(*(x.chunk(cell.num_parts) for x in rows), strict=True)]
     return parts[data_rank :: cell.dims.data], (rows.labels_BL != IGNORE_INDEX).sum()

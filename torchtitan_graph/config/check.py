@@ -506,6 +506,14 @@ def _notices(config: JobConfig) -> Iterator[Problem]:
     degrees, stages = config.parallelism, [key for key in OPTIONS if key.startswith(f"{_PP.removesuffix('degree')}")]
     if degrees.expert_tensor_parallel_degree > 1 and degrees.expert_parallel_degree == 1:
         yield Problem(_ETP, f"experts are split as all else while {_EP} is 1")
+    if degrees.expert_parallel_degree == 1:
+        exchange = [f"parallelism.{key}" for key in ("expert_exchange", "exchange_sums", "exchange_dtype")]
+        yield from unused(
+            config, f"no tokens are exchanged while {_EP} is 1", *exchange, "parallelism.ranks_per_machine"
+        )
+    elif degrees.expert_exchange == "direct":
+        direct = "is of parallelism.expert_exchange = by_machine, which is direct"
+        yield from unused(config, direct, "parallelism.exchange_sums", "parallelism.ranks_per_machine")
     if degrees.pipeline_parallel_degree == 1:
         yield from unused(config, f"there are no stages while {_PP} is 1", *stages, _PARTS)
     elif degrees.module_fqns_per_model_part:

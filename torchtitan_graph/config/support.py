@@ -105,7 +105,7 @@ UNSUPPORTED = {
         None, "list the modules of each stage in parallelism.module_fqns_per_model_part in its place"
     ),
     "parallelism.pipeline_parallel_expert_parallel_overlap": _ignore(
-        True, "experts' messages are not hidden behind another microbatch"
+        True, "parallelism.overlap_microbatches = true does it, with pipeline_parallel_schedule DualPipeV"
     ),
     "parallelism.context_parallel_load_balancer": _ignore(
         "headtail", "a row is dealt to the ranks in short blocks, forth and back, which balances documents too"

@@ -24,8 +24,8 @@ def row_splits(sent_RE: Tensor, received_RE: Tensor) -> Tensor:
     """Start the device-to-host copy of the numbers of rows for and from each rank: (ranks, experts) twice -> (2,
     ranks).
 
-    The host needs nothing else of a dispatch. The first `exchange` that reads it waits for it: on a GPU, which
-    meanwhile runs the work launched in between.
+    The host needs nothing else of a dispatch. The first operator that reads it waits for it, see `numbers_of`: on a
+    GPU, which meanwhile runs the work launched in between.
     """
     splits_2R = torch.stack([sent_RE.sum(1), received_RE.sum(1)])
     host_2R = torch.empty_like(splits_2R, device="cpu", pin_memory=splits_2R.is_cuda)
@@ -33,6 +33,13 @@ def row_splits(sent_RE: Tensor, received_RE: Tensor) -> Tensor:
     if splits_2R.is_cuda:
         _ENDS[host_2R.data_ptr()] = torch.cuda.current_stream().record_event()
     return host_2R
+
+
+def numbers_of(splits_2R: Tensor) -> list[list[int]]:
+    """Return the numbers of rows for and from each rank, after waiting for their copy. Nothing else may read it."""
+    if (event := _ENDS.pop(splits_2R.data_ptr(), None)) is not None:
+        event.synchronize()
+    return splits_2R.tolist()  # type: ignore[no-any-return]
 
 
 @operator(
@@ -51,9 +58,8 @@ def exchange(x_SD: Tensor, splits_2R: Tensor, back: bool, nominal: int, varies: 
     Where the number of rows `varies` it is unbacked: a trace shows `nominal`, the mean over the ranks, and operators on
     such rows must accept any number.
     """
-    if (event := _ENDS.pop(splits_2R.data_ptr(), None)) is not None:
-        event.synchronize()
-    send, receive = reversed(splits_2R.tolist()) if back else splits_2R.tolist()
+    numbers = numbers_of(splits_2R)
+    send, receive = reversed(numbers) if back else numbers
     return torch.ops._c10d_functional.all_to_all_single(x_SD, receive, send, group)
 
 
@@ -132,7 +138,7 @@ def hits(hit_UK: Tensor, splits_2K: Tensor, nominal: int) -> Tensor:
     U, K = hit_UK.shape
     hit_N = hit_UK.t().flatten().bool()
     places_N = torch.arange(U * K, device=hit_UK.device).view(U, K).t().flatten()
-    number = int(splits_2K[0].sum())
+    number = sum(numbers_of(splits_2K)[0])
     out = places_N.new_empty(number + 1)  # the last for zeros
     return out.scatter_(0, torch.where(hit_N, hit_N.cumsum(0) - 1, number), places_N)[:number].clone()
 
@@ -159,7 +165,7 @@ def after_begins(place_S1: Tensor, received_RE: Tensor, begins_R: Tensor) -> Ten
 def sums_to_send(rows_SD: Tensor, index_S: Tensor, splits_2K: Tensor, nominal: int) -> Tensor:
     """Return the sums of rows by the row that came here and was copied: `index_S` names it for each, and
     `splits_2K[1]` has their numbers. A trace shows `nominal`."""
-    return _sums(rows_SD, index_S, int(splits_2K[1].sum()))
+    return _sums(rows_SD, index_S, sum(numbers_of(splits_2K)[1]))
 
 
 @operator(

@@ -23,6 +23,7 @@ def _scaled_rows(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     begin_of_row = x + (row // R) * x_E + (row % R) * x_R
+    x_D = x_D.to(tl.int64)  # a column's numbers may lie far apart
     largest = tl.zeros([BLOCK], tl.float32)
     for begin in range(0, D, BLOCK):
         at = begin + tl.arange(0, BLOCK)

@@ -63,7 +63,8 @@ def parallelize(
     for name, role in _by_name(modules, on_ep).items():
         module, group = modules[name], layout.group(EP).group_name
         if role == "route":
-            width = int(module.w1.shape[-1]) if exchange.float8 else 0  # type: ignore[union-attr]
+            # w2's rows, which packed weights have too: their last dim is bytes.
+            width = int(module.w2.shape[-2]) if exchange.float8 else 0  # type: ignore[union-attr]
             module.route = _route(layout, Dispatch(group, layout.degree(EP), Wire(width)), exchange)  # type: ignore[assignment]
         else:
             module.forward = partial(dispatched, Dispatch(group, layout.degree(EP), Wire()), module.forward)

@@ -391,6 +391,10 @@ def read_csv(path: Path, num_ranks: int, num_microbatches: int) -> tuple[list[li
                     f"{_CSV} = {str(path)!r}, line {number}: {cell!r}: side by side run a forward and the backward of"
                     " another stage, such as (0F3;1B0)OVERLAP_F_B"
                 )
-        if repeated := next((word for word, count in Counter(words).items() if count > 1), None):
-            raise UserError(f"{_CSV} = {str(path)!r}, line {number}: {repeated} is there more than once")
+        # 0F0 is 00F0 too.
+        if repeated := next((a for a, count in Counter(actions).items() if count > 1), None):
+            raise UserError(
+                f"{_CSV} = {str(path)!r}, line {number}: {repeated.stage}{repeated.kind}{repeated.microbatch} is"
+                " there more than once"
+            )
     return orders, together

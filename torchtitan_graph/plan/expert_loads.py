@@ -4,13 +4,15 @@ Note [Busiest rank]
 Each rank of ep holds as many experts, in their order. A rank's rows are those sent to its experts: with even loads,
 equally many on each, as a forecast assumes. All ranks wait for the one with most rows, at the exchange that brings
 results home and in backward again. So the time of an experts' layer, with its exchanges, is multiplied by the busiest
-rank's rows over the mean, layer by layer; and so is that rank's memory of these rows. Without expert parallelism a rank
-has all experts, and the same number of rows for any loads.
+rank's rows over the mean, layer by layer; and so is that rank's memory of these rows. Of an exchange by machine the hop
+between machines is too, though a machine's ranks even out. Without expert parallelism a rank has all experts, and the
+same number of rows for any loads.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import os
@@ -20,7 +22,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch.fx import GraphModule, Node
+import torch
+from torch.fx import Graph, GraphModule, Node
 
 from torchtitan_graph.analysis.cost import Costs
 from torchtitan_graph.analysis.liveness import held_memory, size_of
@@ -32,6 +35,7 @@ from torchtitan_graph.models.layers.moe import MoE
 from torchtitan_graph.small_files import ANY_SIZE, MAX_BYTES, BadFile, open_small, parse_json, read_small
 
 ALL_LAYERS = ""
+EXCHANGE = torch.ops.torchtitan_graph.exchange.default
 _MOST = 1e200  # limit of a load: the sum of all is a float too
 
 
@@ -149,9 +153,17 @@ def busiest_by_layer(loads: Mapping[str, Sequence[float]], layers: Mapping[str, 
 
 
 def layer_of(node: Node, layers: Iterable[str]) -> str | None:
-    """Return the one of these layers whose experts a node belongs to; None outside of experts."""
+    """Return the one of these layers whose experts a node belongs to, or whose exchange; None outside of experts."""
     name = f"{meta.module(node)}."
-    return next((layer for layer in layers if name.startswith(f"{layer}.") and ".experts." in name), None)
+    if ".experts." not in name and node not in _of_exchanges(node.graph):
+        return None
+    return next((layer for layer in layers if name.startswith(f"{layer}.")), None)
+
+
+@functools.lru_cache(maxsize=8)
+def _of_exchanges(graph: Graph) -> frozenset[Node]:
+    """Return the nodes of a finished graph whose rows depend on data."""
+    return frozenset(with_dynamic_rows(graph.nodes)) | {n for n in graph.nodes if n.target is EXCHANGE}
 
 
 def uneven(even: Costs, found: Mapping[str, Busiest]) -> Costs:

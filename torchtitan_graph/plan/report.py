@@ -19,6 +19,7 @@ _MUCH = 1 / 3  # of a step
 
 # The remedy for each cause of waiting in a step, and what --search then varies.
 _HOST, _STAGES = "the host", "other stages"
+_TO_HOST, _FROM_HOST = "to the host", "from the host"
 _FEWER_GATHERS = "a larger training.local_batch_size, so that weights are gathered for fewer microbatches"
 # What each part of a step rests on: keys of the device's file that were never measured in a run of this program.
 _OF_A_COLLECTIVE = "network_share"
@@ -33,11 +34,15 @@ _RESTS_ON = {
 }
 _INSTEAD = {
     _HOST: ("a larger training.local_batch_size, or compile.cuda_graphs", "rows"),
+    **dict.fromkeys(
+        (_TO_HOST, _FROM_HOST),
+        ("fewer blocks in activation_checkpoint.offload, or training.enable_cpu_offload = false", "rows,recompute"),
+    ),
     _STAGES: ("more microbatches, or another parallelism.pipeline_parallel_schedule", "pp,schedule,rows"),
     PP: ("a lower parallelism.pipeline_parallel_degree", "pp,schedule,rows"),
     FSDP: (f"{_FEWER_GATHERS}, or a higher parallelism.data_parallel_replicate_degree", "dp_replicate,rows,reshard"),
     EXPERT_FSDP: (
-        "parallelism.fsdp_once_a_step, if a step has several microbatches, or a higher"
+        "parallelism.fsdp_once_a_step, if a step has several microbatches and no pipeline, or a higher"
         " parallelism.expert_parallel_degree",
         "ep,tp,rows,reshard,once",
     ),
@@ -47,7 +52,7 @@ _INSTEAD = {
     EP: (
         'parallelism.expert_exchange = "by_machine", parallelism.overlap_microbatches, or a lower'
         " parallelism.expert_parallel_degree, at best within a machine",
-        "ep,rows,pairs",
+        "ep,rows,pairs,exchange",
     ),
     EP_FAR: (
         'parallelism.exchange_sums = "by_machine" and exchange_dtype = "float8", or parallelism.overlap_microbatches',

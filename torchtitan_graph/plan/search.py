@@ -136,8 +136,9 @@ class JobCandidate:
 
     def __str__(self) -> str:
         given = [(SHORT[key], value) for key, value in self.settings.items() if key in SHORT]
-        plain = (1, NONE, False, _DIRECT)
-        shown = {name: value for name, value in given if value not in plain or name == "rows"}
+        # 1 equals True
+        plain = [str(each) for each in (1, NONE, False, _DIRECT)]
+        shown = {name: value for name, value in given if str(value) not in plain or name == "rows"}
         if _STAGE_ROWS in self.settings:
             shown["rows"] = self.settings[_STAGE_ROWS]
         elif self.settings.get(_PP, 1) == 1:
@@ -176,14 +177,14 @@ def degrees(world_size: int, num_near: int, num_experts: int, fixed: Settings) -
         return (fixed[key],) if key in fixed else legal
 
     all_of = divisors(world_size)
-    inside = [d for d in all_of if d <= num_near]
+    inside = [d for d in all_of if num_near % d == 0 or (d <= num_near and world_size <= num_near)]
     for pp, replicate, cp, tp in itertools.product(
         choices(_PP, all_of), choices(_REPLICATE, all_of), choices(_CP, all_of), choices(_TP, inside)
     ):
         rest, left = divmod(world_size, pp * replicate * cp * tp)
         if left:
             continue
-        reused = [d for d in divisors(rest * cp * tp) if d <= num_near or d % num_near == 0]
+        reused = [d for d in divisors(rest * cp * tp) if d in inside or d % num_near == 0]
         for ep in choices(_EP, [d for d in reused if num_experts % d == 0] if num_experts else [1]):
             yield {_PP: pp, _REPLICATE: replicate, _SHARD: rest, _CP: cp, _TP: tp, _EP: ep}
 
@@ -308,6 +309,8 @@ class Search:
         if of[_EP] > 1:
             levers[_EXCHANGE] = _BY_MACHINE if of[_EP] > self.num_near else _DIRECT
         levers |= {key: self.fixed[key] for key in levers if key in self.fixed}
+        if of[_PP] > 1:
+            levers[_ONCE] = NONE  # its stages gather and reduce once a step in any case
         for schedule in schedules:
             is_too_much = False
             for rows in all_rows:
@@ -350,12 +353,12 @@ class Search:
                     if all(best.settings.get(key) == value for key, value in way.items()):
                         continue
                     other = self._judge({**best.settings, **way}, is_whole=True)
-                    if not other.why:
-                        best = min(best, other, key=lambda each: each.step_s)
+                    if not other.why and other.step_s < best.step_s:
+                        best = other
                         break
 
     def _levers(self, each: JobCandidate) -> list[list[dict[str, Any]]]:
-        """Return settings to try with a candidate, lever by lever; of a lever the first that fits is enough."""
+        """Return settings to try with a candidate, lever by lever; of a lever the first that is faster is enough."""
         of, found = each.settings, list[list[dict[str, Any]]]()
         if of[_EP] > 1 and _EXCHANGE not in self.fixed:
             found.append([{_EXCHANGE: _DIRECT if of.get(_EXCHANGE) == _BY_MACHINE else _BY_MACHINE}])
@@ -365,7 +368,8 @@ class Search:
                 # In pairs more is in memory: with the policies that need less too.
                 keys = (_MODE, _OPTION)
                 policies = dict.fromkeys(tuple((key, way[key]) for key in keys if key in way) for way in each.next)
-                found.append([{_SCHEDULE: _IN_PAIRS, _PAIRS: True, **dict(policy)} for policy in ((), *policies)])
+                policies = {(): None, **policies}
+                found.append([{_SCHEDULE: _IN_PAIRS, _PAIRS: True, **dict(policy)} for policy in policies])
         elif self.rows > of[_REPLICATE] * of[_SHARD] * of[_ROWS]:  # several microbatches
             onces = [{_ONCE: ALL}, *([{_ONCE: EXPERTS}] if of[_EP] > 1 else [])]
             if _ONCE in self.fixed:
@@ -377,7 +381,10 @@ class Search:
         return found
 
     def _judge(self, settings: dict[str, Any], is_whole: bool = False) -> JobCandidate:
-        """Return a candidate, added to `found`, with its forecast, or why it is out."""
+        """Return a candidate, added to `found`, with its forecast, or why it is out; one judged before as it is."""
+        for each in self.found:
+            if each.settings == settings and (each.whole or each.figures is None or not is_whole):
+                return each
         each = JobCandidate(settings)
         config = self.configured(settings)
         try:

@@ -247,7 +247,7 @@ def _check_exchange(config: JobConfig, model: Decoder) -> None:
     parallelism = config.parallelism
     if any(isinstance(module, MoE) for module in model.modules()):
         return
-    for key, plain in (("expert_exchange", "direct"), ("exchange_dtype", "model")):
+    for key, plain in (("expert_exchange", "direct"), ("exchange_dtype", "model"), ("exchange_sums", "exact")):
         if (value := getattr(parallelism, key)) != plain:
             name = " ".join(filter(None, (config.model.name, config.model.flavor)))
             raise UserError(

@@ -356,11 +356,21 @@ def test_what_needs_a_graph_is_refused_in_eager_mode(words: str) -> None:
         ("--metrics.histogram_freq 5", "no histograms while metrics.enable_tensorboard is false"),
         ("--parallelism.pipeline_parallel_schedule GPipe", "'GPipe': there are no stages while parallelism.pipeline_"),
         ("--parallelism.module_fqns_per_model_part a;b", "there are no stages while"),
+        ("--parallelism.expert_exchange by_machine", "'by_machine': no tokens are exchanged while parallelism.expert_"),
+        ("--parallelism.exchange_dtype float8", "'float8': no tokens are exchanged while parallelism.expert_parallel_"),
+        ("--parallelism.ranks_per_machine 4", "no tokens are exchanged while parallelism.expert_parallel_degree is 1"),
     ],
 )
 def test_what_has_no_effect_is_said(arguments: str, notice: str) -> None:
     notices = check(load(arguments.split()), 1)
     assert len(notices) == 1 and notice in notices[0]
+
+
+def test_sums_of_a_direct_exchange_are_said_to_be_none() -> None:
+    words = ["--parallelism.expert_parallel_degree", "2", "--parallelism.exchange_sums", "by_machine"]
+    (notice,) = check(load(words), 2)
+    assert "exchange_sums = 'by_machine': is of parallelism.expert_exchange = by_machine, which is direct" in notice
+    assert check(load([*words, "--parallelism.expert_exchange", "by_machine"]), 2) == []
 
 
 def test_what_divides_no_stages_is_said() -> None:

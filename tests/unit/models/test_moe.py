@@ -1,6 +1,7 @@
 """A mixture of experts against a loop over tokens; auxiliary losses and bias updates against their formulas."""
 
 import math
+import random
 
 import pytest
 import torch
@@ -235,3 +236,28 @@ def test_correction_biases_bring_the_load_into_balance() -> None:
     for _ in range(200):
         move_correction_bias(moe.router.bias_E, moe.bias_update_speed, moe(x_BLD)[1].load_E)
     assert before > 1.5 and spread() < 1.1
+
+
+@pytest.mark.parametrize(
+    ("experts", "groups", "chosen", "top_k", "number"),
+    [
+        (16, 4, 2, 3, 4),
+        (16, 4, 2, 3, 8),
+        (16, 4, 2, 3, 2),
+        (24, 4, 2, 3, 3),
+        (160, 8, 3, 6, 5),
+        (160, 8, 3, 6, 10),
+        (160, 8, 3, 6, 20),
+        (8, 1, 1, 2, 4),
+    ],
+)
+def test_mean_parts_is_the_mean_of_many_tokens(experts: int, groups: int, chosen: int, top_k: int, number: int) -> None:
+    config = MoEConfig(experts, top_k, 10, num_groups=groups, num_chosen_groups=chosen)
+    generator = random.Random(0)
+    of_group, of_part, drawn = experts // groups, experts // number, []
+    for _ in range(4000):
+        picked = generator.sample(range(groups), chosen)
+        legal = [group * of_group + i for group in picked for i in range(of_group)]
+        drawn.append(len({e // of_part for e in generator.sample(legal, top_k)}))
+    mean = sum(drawn) / len(drawn)
+    assert config.mean_parts(number) == pytest.approx(mean, rel=0.02)

@@ -2,6 +2,7 @@
 
 import torch
 
+from torchtitan_graph.ops import exchange
 from torchtitan_graph.ops.exchange import after_begins, hits, sums_at_home, sums_to_send
 
 HIT_UK = torch.tensor([[1, 0], [1, 1], [0, 0], [0, 1]])
@@ -27,6 +28,26 @@ def test_sums_are_by_index_and_round_once() -> None:
     expected = torch.stack([rows_SD[index_S == i].float().sum(0) for i in range(4)]).to(torch.bfloat16)
     for found in (sums_at_home(rows_SD, index_S, 4), sums_to_send(rows_SD, index_S, SPLITS_2K, 9)):
         assert found.dtype is torch.bfloat16 and torch.equal(found, expected)
+
+
+def test_whichever_reads_the_numbers_first_waits_for_their_copy(monkeypatch) -> None:
+    """On a GPU they are copied to the host meanwhile; before its end they are anything."""
+
+    class Copy:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def synchronize(self) -> None:
+            waited.append(self.number)
+
+    waited: list[int] = []
+    rows_SD, index_S = torch.zeros(6, 3), torch.tensor([2, 0, 2, 3, 2, 0])
+    for number, read in enumerate(
+        (lambda: hits(HIT_UK, SPLITS_2K, 9), lambda: sums_to_send(rows_SD, index_S, SPLITS_2K, 9))
+    ):
+        monkeypatch.setitem(exchange._ENDS, SPLITS_2K.data_ptr(), Copy(number))
+        read(), read()
+    assert waited == [0, 1] and not exchange._ENDS
 
 
 def test_the_operators_are_what_they_declare() -> None:

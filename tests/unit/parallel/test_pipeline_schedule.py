@@ -253,6 +253,7 @@ def test_pairs_of_ones_own_run_side_by_side_only_where_that_is_asked(tmp_path: P
         (GOOD.replace("1B0", "1C0"), ["line 2: '1C0' is not an action", "from 0 to 1"]),
         (GOOD.replace("1B1", "1B2"), ["line 2: '1B2' is not an action"]),
         (GOOD.replace("0F1", "0F0"), ["line 1: 0F0 is there more than once"]),
+        (GOOD.replace("0F1", "00F0"), ["line 1: 0F0 is there more than once"]),
         (GOOD.replace("1B1", "1B" + "9" * 5000), ["line 2: '1B999"]),
         (GOOD.replace("0W1", ""), ["of stage 0 and microbatch 1 there is F, I; every stage needs F, and B or I and W"]),
         (GOOD.replace("0W1", "0W1,0B1"), ["of stage 0 and microbatch 1 there is F, B, I, W; every"]),

@@ -116,6 +116,10 @@ def test_notes_say_what_is_not_known_and_what_to_change(jobs: Callable[[str], Bu
         host=seconds / 2
     )
     assert "for other stages (50%): try more microbatches" in noted(bubble=seconds / 2)
+    for what in ("from the host", "to the host"):
+        assert f"for {what} (40%): try fewer blocks in activation_checkpoint.offload" in noted(
+            exposed={what: 0.4 * seconds}  # type: ignore[arg-type]
+        )
     tight = H100._replace(memory_gib=max(plan.needs) / 2**30 / 0.96)
     text = "\n".join(lines(dataclasses.replace(plan, rates=tight)))
     assert "note: 4.0% of the memory are spare" in text and "fits" in text

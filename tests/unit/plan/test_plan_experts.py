@@ -9,6 +9,7 @@ import pytest
 
 from torchtitan_graph.config import load
 from torchtitan_graph.errors import UserError
+from torchtitan_graph.plan import expert_loads
 from torchtitan_graph.plan.expert_loads import ALL_LAYERS, Busiest, busiest, busiest_by_layer, read_loads
 from torchtitan_graph.plan.outlook import add_arguments, check_arguments, look_ahead
 from torchtitan_graph.plan.ranks import build, configuration
@@ -113,6 +114,10 @@ def test_a_step_waits_for_the_busiest_rank_and_a_checkpoint_has_all_parameters_a
     assert {each.over_mean for each in uneven.uneven.by_layer.values()} == {1.5}
     assert plan.step.seconds < uneven.uneven.step_s < 1.5 * plan.step.seconds
     assert uneven.uneven.more_bytes > 0
+    by_layer = {name: Busiest(0, 16.0) for name in uneven.uneven.by_layer}
+    (rank,), priced = job.ranks, expert_loads.uneven(prices(job.ranks[0]), by_layer)
+    exchanges = [node for node in rank.graphs.train.gm.graph.nodes if node.target is expert_loads.EXCHANGE]
+    assert exchanges and all(priced.factor(node) == 16.0 for node in exchanges)
     storages = job.ranks[0].graphs.storages.values()
     assert even.saving.num_bytes == sum(each.shape.numel() for each in storages) * 4 * 3
     assert even.saving.waits == pytest.approx(even.saving.num_bytes / 2e9)

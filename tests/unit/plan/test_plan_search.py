@@ -235,6 +235,52 @@ def test_ctrl_c_gives_the_best_so_far() -> None:
         search(120.0, at_once).run()
 
 
+def test_degrees_do_not_straddle_machines() -> None:
+    for each in degrees(24, 8, 24, {}):
+        tp, ep = (each[f"parallelism.{axis}_parallel_degree"] for axis in ("tensor", "expert"))
+        assert 8 % tp == 0 and (8 % ep == 0 or ep % 8 == 0)
+    tp_of_six = {each["parallelism.tensor_parallel_degree"] for each in degrees(6, 8, 0, {})}
+    assert tp_of_six == {1, 2, 3, 6}, "in one machine all are legal"
+
+
+def test_a_lever_that_is_slower_leaves_room_for_the_next() -> None:
+    def once(config: JobConfig, layers: int | None) -> Figures:
+        found, p = made_up(config, layers), config.parallelism
+        waits = {"none": 10.0, "all": 11.0, "experts": 8.0}[p.fsdp_once_a_step]
+        parts = {"exposed fsdp communication": waits}
+        return Figures(found.step_s + waits, found.peak, found.parts | parts)
+
+    found = Search(job("--parallelism.expert_parallel_degree", "2"), 4, num_near=4, num_experts=8, rows=8,
+                   memory=1e6 * GIB, forecast=once, depths=None, varied=("rows", "once")).run()  # fmt: skip
+    assert found.best.settings["parallelism.fsdp_once_a_step"] == "experts"
+    assert "once experts" in str(found.best)
+
+
+def test_nothing_is_built_twice_and_pairs_are_shown() -> None:
+    built: list[str] = []
+
+    def noted(config: JobConfig, layers: int | None) -> Figures:
+        p = config.parallelism
+        built.append(f"{p.pipeline_parallel_schedule} {p.overlap_microbatches} {p.fsdp_reshard_after_forward} "
+                     f"{config.training.local_batch_size} {p.pipeline_parallel_microbatch_size}")  # fmt: skip
+        found = made_up(config, layers)
+        waits = {"bubble": 0.0 if p.overlap_microbatches else 9.0}
+        return Figures(found.step_s + waits["bubble"], found.peak, found.parts | waits)
+
+    of = Search(job("--parallelism.pipeline_parallel_degree", "2", "--training.local_batch_size", "4"), 4, num_near=4,
+                num_experts=0, rows=8, memory=1e6 * GIB, forecast=noted, depths=None,
+                varied=("schedule", "pairs", "reshard"))  # fmt: skip
+    found = of.run()
+    assert len(built) == len({*built}) and "pairs True" in str(found.best)
+
+
+def test_a_pipeline_is_legal_whatever_is_shared_without_one() -> None:
+    words = ["--parallelism.fsdp_once_a_step", "all", "--training.local_batch_size", "1"]
+    of = Search(job(*words), 4, num_near=4, num_experts=0, rows=8, memory=1e6 * GIB, forecast=made_up, depths=None,
+                varied=("pp",))  # fmt: skip
+    assert any(each.settings["parallelism.pipeline_parallel_degree"] > 1 for each in of.run().fitting)
+
+
 # --- the real thing ---------------------------------------------------------------------------------------------------
 
 

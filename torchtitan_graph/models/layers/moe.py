@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -84,21 +85,20 @@ class MoEConfig:
         is as likely, within the groups that are chosen, each as likely."""
         of_part, of_group = self.num_experts // number, self.num_experts // self.num_groups
         may = self.num_chosen_groups * of_group  # experts of the chosen groups
-
-        def missed(inside: int) -> float:
-            return math.comb(may - inside, self.top_k) / math.comb(may, self.top_k)
-
-        if of_part < of_group:  # a part of a group
-            share = self.num_chosen_groups / self.num_groups
-            return number * share * (1 - missed(of_part))
-        each, others = of_part // of_group, self.num_groups - of_part // of_group
-        ways = {
-            k: math.comb(each, k) * math.comb(others, self.num_chosen_groups - k)
-            for k in range(each + 1)
-            if self.num_chosen_groups - k <= others and k <= self.num_chosen_groups
-        }
-        of_none = sum(count * missed(k * of_group) for k, count in ways.items()) / sum(ways.values())
-        return number * (1 - of_none)
+        parts: Counter[tuple[int, ...]] = Counter()  # how many experts a part has of each group
+        for part in range(number):
+            of_each = Counter(expert // of_group for expert in range(part * of_part, (part + 1) * of_part))
+            parts[tuple(sorted(of_each.values()))] += 1
+        found = 0.0
+        for shares, count in parts.items():
+            # (groups chosen, experts of the part in them) -> ways to choose so
+            ways = Counter({(k, 0): math.comb(self.num_groups - len(shares), k) for k in range(self.num_groups + 1)})
+            for share in shares:
+                ways += Counter({(k + 1, inside + share): number for (k, inside), number in ways.items()})
+            chosen = {inside: number for (k, inside), number in ways.items() if k == self.num_chosen_groups}
+            missed = sum(number * math.comb(may - inside, self.top_k) for inside, number in chosen.items())
+            found += count * (1 - missed / (sum(chosen.values()) * math.comb(may, self.top_k)))
+        return found
 
 
 @dataclasses.dataclass(frozen=True)

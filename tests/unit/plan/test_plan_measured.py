@@ -12,7 +12,7 @@ from torchtitan_graph.rates import RATES
 
 SCRIPTS = Path(__file__).parents[3] / "scripts"
 TINY = "--training.seq_len 64 --training.local_batch_size 2 --debug.moe_force_load_balance --model.name {}"
-PAIRS = "--training.global_batch_size 48 --parallelism.overlap_microbatches"
+PAIRS = "--training.global_batch_size 32 --parallelism.overlap_microbatches"
 CELLS = {
     "FSDP-2": TINY.format("llama3") + " --training.mixed_precision_param bfloat16",
     # Long rows, several in flight: backward lets go of what forward kept while it makes gradients.

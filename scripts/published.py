@@ -4,6 +4,10 @@ The figures are torchtitan's: of December 2024 on H100 with HBM2e at 500 W (its 
 on A100 (an earlier docs/performance.md), of June 2025 on H200 (benchmarks/llama3_8b_h200_2025-06). They are of its own
 program, in eager mode or through torch.compile, not of this one's graph. docs/reference/forecasts.md
 says what was fitted to them, and where the forecast misses.
+
+Mixtures of experts are DeepSeek's own (2.664 million hours of H800 for 14.8T tokens, its technical report), NVIDIA
+NeMo Automodel's and Megatron-Bridge's (docs/performance-summary.md of each). Their layouts are their programs'; the
+forecast is of this one's, with the options that it has for them.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch.fx import Node
 
@@ -40,7 +44,8 @@ FULL, OP, COMPILED, FLOAT8, ASYNC = "full", "op", "compiled", "float8", "async T
 
 
 class Published(NamedTuple):
-    """A published figure: tokens/s of each device, and GiB if known; `fitted`, if constants were fitted to it."""
+    """A published figure: tokens/s of each device, and GiB if known; `fitted`, if constants were fitted to it. With
+    `own` options the forecast is of this program's way to do it, not of the published one."""
 
     board: str
     model: str
@@ -56,6 +61,8 @@ class Published(NamedTuple):
     schedule: str = "1F1B"
     microbatches: int = 1
     fitted: bool = False
+    family: str = "llama3"
+    own: str = ""
 
     @property
     def words(self) -> list[str]:
@@ -63,7 +70,7 @@ class Published(NamedTuple):
         data = self.world // (self.tp * self.cp * self.pp)
         rows = self.rows // self.microbatches
         options = {
-            "model.name": "llama3",
+            "model.name": self.family,
             "model.flavor": self.model,
             "model.attn": "flex",
             "model.elementwise": "torch",
@@ -83,16 +90,31 @@ class Published(NamedTuple):
         if self.pp > 1:
             options["parallelism.pipeline_parallel_schedule"] = self.schedule
             options["parallelism.pipeline_parallel_microbatch_size"] = rows
-        return [word for key, value in options.items() for word in (f"--{key}", str(value)) if value != ""]
+        if self.own:
+            del options["model.elementwise"]
+        words = [word for key, value in options.items() for word in (f"--{key}", str(value)) if value != ""]
+        return [*words, *self.own.split()]
 
     @property
     def name(self) -> str:
         degrees = [f"{axis} {n}" for axis, n in (("tp", self.tp), ("cp", self.cp), ("pp", self.pp)) if n > 1]
         schedule = [self.schedule] if self.pp > 1 else []
-        job = [f"{self.model} {self.world} {self.board}", f"{self.rows} x {self.seq_len}"]
+        family = "" if self.family == "llama3" else f"{self.family} "
+        job = [f"{family}{self.model} {self.world} {self.board}", f"{self.rows} x {self.seq_len}"]
         return ", ".join([*job, *degrees, *schedule, *self.how])
 
 
+_PAIRS = (
+    "--parallelism.overlap_microbatches --parallelism.expert_exchange by_machine --parallelism.expert_parallel_degree"
+)
+_ROUNDED = "--parallelism.exchange_sums by_machine --moe.early_scores"
+_IN_FLOAT8 = (
+    "--model.converters float8,quantize.grouped_mm.float8 --quantize.grouped_mm.float8.fqns experts"
+    " --quantize.linear.float8.filter_fqns output --quantize.linear.float8.recipe_name rowwise_with_gw_hp"
+    " --quantize.grouped_mm.float8.recipe_name rowwise_with_gw_hp --parallelism.exchange_dtype float8"
+)
+_SECOND = "--activation_checkpoint.mode selective --activation_checkpoint.selective_ac_option 2"
+_PIPE: dict[str, Any] = {"schedule": "DualPipeV"}
 _BOARD, _LONG = "H100_500W", ((32768, 1), (65536, 2), (131072, 4), (262144, 8))
 _ALL = (FULL, COMPILED, FLOAT8)
 FIGURES = (
@@ -120,6 +142,19 @@ FIGURES = (
     Published("A100", "70B", 64, 1, 8192, (FULL,), 331),
     Published("H200", "8B", 32, 2, 8192, (OP, COMPILED, FLOAT8), 10938, 47.96),
     Published("H200", "8B", 64, 2, 8192, (OP, COMPILED, FLOAT8), 10753, 46.97),
+    # Experts, in float8 where it is said.
+    Published("H800", "671B", 2048, 120, 4096, (), 1543, pp=16, microbatches=120, family="deepseek_v3",
+              own=f"{_PAIRS} 32 {_ROUNDED} {_IN_FLOAT8} {_SECOND}", **_PIPE),
+    Published("H800", "671B", 2048, 120, 4096, (), 1543, pp=16, microbatches=120, family="deepseek_v3",
+              own=f"{_PAIRS} 32 {_ROUNDED} {_SECOND}", **_PIPE),
+    Published("H100", "671B", 1024, 128, 4096, (FULL,), 865, pp=16, microbatches=128, family="deepseek_v3",
+              own=f"{_PAIRS} 16", **_PIPE),
+    Published("H100", "30B-A3B", 8, 64, 4096, (FULL,), 12040, family="qwen3",
+              own=f"--training.local_batch_size 4 {_PAIRS} 8"),
+    Published("H100", "235B-A22B", 256, 64, 4096, (FULL,), 1575, pp=16, microbatches=64, family="qwen3",
+              own=f"{_PAIRS} 8", **_PIPE),
+    Published("H100", "120b", 64, 64, 4096, (FULL,), 7626, pp=4, microbatches=32, family="gpt_oss",
+              own=f"{_PAIRS} 8", **_PIPE),
 )  # fmt: skip
 
 
@@ -166,7 +201,8 @@ def main() -> int:
         if key not in jobs:
             jobs.clear()
             try:
-                jobs[key] = build(configuration(figure.words, figure.world), figure.world, rates, as_published)
+                how = Blueprint if figure.own else as_published
+                jobs[key] = build(configuration(figure.words, figure.world), figure.world, rates, how)
             except UserError as error:
                 print(f"{figure.name}: {error}", file=sys.stderr)
                 continue

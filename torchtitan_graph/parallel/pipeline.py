@@ -207,10 +207,13 @@ class Stage:
             others = [x for name, x in {**held, **self._common}.items() if name not in sums]
             self._shared = sharing_memory({name: given[name] for name in self.graph.parts.sums}, others)
         for name in self.graph.parts.sums:
-            made = given[name]
+            made, earlier = given[name], self._sums.get(name)
+            if earlier is not None and torch.promote_types(earlier.dtype, made.dtype) == earlier.dtype:
+                earlier += made  # which casts each number as it adds it
+                continue
             term = made if name in self.graph.parts.reduced else made.to(self.graph.reduce_dtype)
-            if name in self._sums:
-                self._sums[name] += term
+            if earlier is not None:
+                earlier += term
             else:
                 self._sums[name] = made.clone() if term is made and name in self._shared else term
 

@@ -17,7 +17,7 @@ from torchtitan_graph.plan.ranks import BuiltJob, Rank
 from torchtitan_graph.rates import Rates
 from torchtitan_graph.runtime.partition import ONCE_A_STEP
 from torchtitan_graph.steps.budget import trained_bytes
-from torchtitan_graph.steps.held import cast_for_sums, runs_of, sums_of
+from torchtitan_graph.steps.held import bytes_of_adding, cast_for_sums, runs_of
 from torchtitan_graph.torch_private.pipelines import PipelineAction
 
 Prices = Callable[[Rank], Costs]  # the cost model of a rank's graphs
@@ -141,8 +141,7 @@ def _pipelined(job: BuiltJob, prices: Prices, shown: int) -> StepTime:
         assert isinstance(rank.graphs.train, dict)
         for number, stage in rank.graphs.train.items():
             passed[number] = stage.passed.nbytes
-            cast, summed = costs.moving(cast_for_sums(stage)), costs.accumulating(sum(sums_of(stage).values()))
-            adding[number] = cast, cast + summed
+            adding[number] = costs.moving(cast_for_sums(stage)), costs.moving(bytes_of_adding(stage))
             for name, part in stage.all_parts.items():
                 parts[number, name] = _estimate(part.gm, costs, known.setdefault(part.gm, []))
     names = {number: list(s.parts.by_name) for rank in job.ranks for number, s in rank.graphs.train.items()}  # type: ignore[union-attr]

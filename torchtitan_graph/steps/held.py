@@ -190,8 +190,13 @@ def sums_of(graph: StageGraph) -> dict[str, int]:
     return {name: x.numel() * (x if name in reduced else graph.reduce_dtype).itemsize for name, x in terms}
 
 
+def bytes_of_adding(graph: StageGraph) -> int:
+    """Return the bytes read and written in adding a later microbatch's gradients to the sums, cast as they are read."""
+    return sum(x.nbytes for x in _terms(graph).values()) + 2 * sum(sums_of(graph).values())
+
+
 def cast_for_sums(graph: StageGraph) -> int:
-    """Return the bytes read and written in casting a microbatch's gradients to that dtype."""
+    """Return the bytes read and written in casting the first microbatch's gradients to the sums' dtype."""
     itemsize = graph.reduce_dtype.itemsize
     terms = [x for name, x in _terms(graph).items() if name not in graph.parts.reduced]
     return sum(x.numel() * (x.itemsize + itemsize) for x in terms if x.dtype != graph.reduce_dtype)

@@ -50,14 +50,19 @@ def corpus(tmp_path: Path) -> Path:
 
 def test_the_loss_is_that_of_the_split_on_any_number_of_ranks(corpus: Path, tmp_path: Path) -> None:
     alone = split_loss(tmp_path / "alone", 1, corpus)
+    assert split_loss(tmp_path / "shared", 2, corpus) == pytest.approx(alone, rel=1e-6)
+    assert split_loss(tmp_path / "part", 1, corpus, "--validation.steps", "1") != pytest.approx(alone, rel=1e-6)
+
+
+@pytest.mark.slow
+def test_the_loss_is_that_of_the_split_by_other_rows_and_on_parts_of_rows(corpus: Path, tmp_path: Path) -> None:
+    alone = split_loss(tmp_path / "alone", 1, corpus)
     assert split_loss(tmp_path / "other rows", 1, corpus, "--validation.local_batch_size", "1") == pytest.approx(
         alone, rel=1e-6
     )
-    assert split_loss(tmp_path / "shared", 2, corpus) == pytest.approx(alone, rel=1e-6)
     context = ("--parallelism.context_parallel_degree", "2")
     assert split_loss(tmp_path / "context", 2, corpus, *context) == pytest.approx(alone, rel=1e-6)
     assert numbers(tmp_path / "context")[1] == pytest.approx(numbers(tmp_path / "alone")[1], rel=1e-6)  # of training
-    assert split_loss(tmp_path / "part", 1, corpus, "--validation.steps", "1") != pytest.approx(alone, rel=1e-6)
 
 
 def test_each_set_has_the_loss_of_a_run_that_validates_on_it_alone(corpus: Path, tmp_path: Path) -> None:

@@ -53,11 +53,9 @@ MODELS = {
 # A model of transformers with experts.
 MODELS["transformers-mixtral"] = {"family": "transformers", "flavor": "mixtral"}
 # In the fast tier a family has one cell of a kind; llama3 is in test_layouts_agree.py, and data parallelism is one code
-# for all of them. Version 2 of deepseek_v3 is version 3 with softmax scores and no bias.
-TO_PLAIN = {
-    (model, "TP-2")
-    for model in ("deepseek_v3-groups-version-3", "gpt_oss-debugmodel", "llama4-debugmodel", "qwen3-debugmodel_moe")
-}
+# for all of them. Version 2 of deepseek_v3 is version 3 with softmax scores and no bias; test_expert_parallel.py has it
+# with TP.
+TO_PLAIN = {(model, "TP-2") for model in ("gpt_oss-debugmodel", "llama4-debugmodel", "qwen3-debugmodel_moe")}
 WITH_EXPERTS = [n for n in MODELS if n not in ("llama3-debugmodel", "qwen3-debugmodel") and "transformers" not in n]
 PRECISIONS = {"fp32": FP32, "bf16": BF16}
 LAYOUTS = {"one-rank": ONE, "FSDP-2": FSDP2, "TP-2": TP2, "FSDP-2-x-TP-2": FSDP2_TP2}

@@ -344,7 +344,11 @@ class Search:
 
     def _with_levers(self) -> None:
         """Judge the leading candidates with levers, while their bound is below the best."""
-        for each in sorted(self.fitting(), key=lambda each: each.bound)[:_WITH_LEVERS]:
+        leading: dict[str, JobCandidate] = {}
+        for each in sorted(self.fitting(), key=lambda each: each.bound):
+            # A pipeline's pairs bring their own schedule: of the schedules, one is tried with them.
+            leading.setdefault(str({key: x for key, x in each.settings.items() if key != _SCHEDULE}), each)
+        for each in [*leading.values()][:_WITH_LEVERS]:
             if each.bound >= self.fitting()[0].step_s:
                 return
             best = each
@@ -353,23 +357,24 @@ class Search:
                     if all(best.settings.get(key) == value for key, value in way.items()):
                         continue
                     other = self._judge({**best.settings, **way}, is_whole=True)
-                    if not other.why and other.step_s < best.step_s:
-                        best = other
-                        break
+                    is_faster = not other.why and other.step_s < best.step_s
+                    best = other if is_faster else best
+                    if is_faster or (not other.why and _PAIRS in way):
+                        break  # the next ways of pairs need less, and are slower
 
     def _levers(self, each: JobCandidate) -> list[list[dict[str, Any]]]:
         """Return settings to try with a candidate, lever by lever; of a lever the first that is faster is enough."""
         of, found = each.settings, list[list[dict[str, Any]]]()
+        # In pairs more is in memory: with the ways to compute that need less too.
+        keys = (_MODE, _OPTION, _RESHARD)
+        less_memory = dict.fromkeys(tuple((key, way[key]) for key in keys if key in way) for way in each.next)
         if of[_EP] > 1 and _EXCHANGE not in self.fixed:
             found.append([{_EXCHANGE: _DIRECT if of.get(_EXCHANGE) == _BY_MACHINE else _BY_MACHINE}])
         if of[_PP] > 1:
             has_its_own = self.config.parallelism.pipeline_parallel_schedule_csv is not None
             if _PAIRS not in self.fixed and self.fixed.get(_SCHEDULE, _IN_PAIRS) == _IN_PAIRS and not has_its_own:
-                # In pairs more is in memory: with the policies that need less too.
-                keys = (_MODE, _OPTION)
-                policies = dict.fromkeys(tuple((key, way[key]) for key in keys if key in way) for way in each.next)
-                policies = {(): None, **policies}
-                found.append([{_SCHEDULE: _IN_PAIRS, _PAIRS: True, **dict(policy)} for policy in policies])
+                ways_of_pairs = {(): None, **less_memory}
+                found.append([{_SCHEDULE: _IN_PAIRS, _PAIRS: True, **dict(way)} for way in ways_of_pairs])
         elif self.rows > of[_REPLICATE] * of[_SHARD] * of[_ROWS]:  # several microbatches
             onces = [{_ONCE: ALL}, *([{_ONCE: EXPERTS}] if of[_EP] > 1 else [])]
             if _ONCE in self.fixed:
@@ -377,7 +382,8 @@ class Search:
             found += [onces]
             if _PAIRS not in self.fixed:
                 less = [*onces[1:], {_ONCE: NONE}] if onces else []
-                found += [[{_PAIRS: True}, *({_PAIRS: True, **once} for once in less)]]
+                less += map(dict, less_memory)
+                found += [[{_PAIRS: True}, *({_PAIRS: True, **way} for way in less)]]
         return found
 
     def _judge(self, settings: dict[str, Any], is_whole: bool = False) -> JobCandidate:
@@ -393,8 +399,7 @@ class Search:
             if each.figures is None:
                 each.figures, each.whole = self.forecast(config, None), True
         except UserError as error:
-            first, *problems = str(error).splitlines()
-            each.why = f"illegal: {(problems or [first])[0].strip()}"
+            each.why = _illegal(error)
         if each.figures is not None:
             self.num_built += 1
             self._judge_memory(each)
@@ -447,18 +452,29 @@ class Search:
             each = next((each for each in fitting[:_LEADING] if not each.whole), None)
             if each is None:
                 return fitting
-            each.figures, each.whole = self.forecast(self.configured(each.settings), None), True
-            self._judge_memory(each)
+            each.whole = True
+            try:
+                each.figures = self.forecast(self.configured(each.settings), None)
+                self._judge_memory(each)
+            except UserError as error:
+                each.why = _illegal(error)
             self.progress(f"whole: {each}: {each.why or f'{each.step_s:.4g} s a step'}")
-            if not each.why:
+            if each.why:
+                self._judge_siblings(each)
+
+    def _judge_siblings(self, each: JobCandidate) -> None:
+        """Judge the ways that need less than a candidate that does not fit, as `_with_rows` does."""
+        fitting: tuple[Any, ...] = ()
+        for number, settings in enumerate(each.next, 1):
+            policy = (settings.get(_MODE), settings.get(_OPTION))
+            if policy == fitting:
+                continue  # frees weights sooner, and gathers them again
+            sibling = self._judge(dict(settings))
+            if sibling.why:
                 continue
-            for number, settings in enumerate(each.next, 1):
-                if any(settings == other.settings for other in self.found):
-                    continue
-                sibling = self._judge(dict(settings))
-                if not sibling.why:
-                    sibling.next = each.next[number:]
-                    break
+            sibling.next, fitting = sibling.next or each.next[number:], policy
+            if settings.get(_RESHARD, _RESHARDS[0]) == _RESHARDS[0]:
+                return  # the next ones recompute more, and free no later
 
     def _why_none(self, others: Sequence[JobCandidate]) -> str:
         built = [each for each in others if each.figures is not None]
@@ -468,6 +484,11 @@ class Search:
             return f"--search: no candidate is legal; the first, {others[0]}: {others[0].why}"
         least = min(built, key=lambda each: each.figures.peak if each.figures else math.inf)
         return f"--search: none of {len(built)} candidates fits; the least, {least}, {least.why}"
+
+
+def _illegal(error: UserError) -> str:
+    first, *problems = str(error).splitlines()
+    return f"illegal: {(problems or [first])[0].strip()}"
 
 
 def why_slower(each: JobCandidate, best: JobCandidate) -> str:

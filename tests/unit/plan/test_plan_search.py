@@ -274,6 +274,57 @@ def test_nothing_is_built_twice_and_pairs_are_shown() -> None:
     assert len(built) == len({*built}) and "pairs True" in str(found.best)
 
 
+def test_pairs_that_do_not_fit_are_tried_with_more_recomputation() -> None:
+    def with_pairs(config: JobConfig, layers: int | None) -> Figures:
+        in_pairs, mode = config.parallelism.overlap_microbatches, config.activation_checkpoint.mode
+        peak, step_s = {"none": (95.0, 10.0), "selective": (60.0, 11.0), "full": (20.0, 20.0)}[mode]
+        waits = {"exposed ep communication": 0.5 if in_pairs else 6.0}
+        return Figures(step_s + sum(waits.values()), peak * (1.1 if in_pairs else 1.0) * GIB, waits)
+
+    of = Search(job("--training.local_batch_size", "1"), 4, num_near=4, num_experts=0, rows=8, memory=100.0 * GIB,
+                forecast=with_pairs, depths=None, varied=("recompute", "pairs"))  # fmt: skip
+    best = of.run().best.settings
+    assert best["parallelism.overlap_microbatches"] and best["activation_checkpoint.mode"] == "selective"
+
+
+def test_schedules_take_one_place_among_those_tried_in_pairs() -> None:
+    """Fewer rows wait most, but not in pairs."""
+
+    def waits_by_rows(config: JobConfig, layers: int | None) -> Figures:
+        p = config.parallelism
+        rows = p.pipeline_parallel_microbatch_size
+        bubble = 0.0 if p.overlap_microbatches else 20.0 / rows
+        return Figures(10.0 + 0.1 * (8 - rows) * -1 + bubble, GIB, {"bubble": bubble})
+
+    words = ["--parallelism.pipeline_parallel_degree", "2", "--training.local_batch_size", "16"]
+    of = Search(job(*words), 4, num_near=4, num_experts=0, rows=32, memory=1e6 * GIB, forecast=waits_by_rows,
+                depths=None, varied=("schedule", "rows", "pairs"))  # fmt: skip
+    best = of.run().best.settings
+    assert best["parallelism.overlap_microbatches"] and best["parallelism.pipeline_parallel_microbatch_size"] == 1
+
+
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_in_place_of_one_that_does_not_fit_whole_comes_the_fastest_of_its_siblings(is_refused: bool) -> None:
+    times = {"none": 5.0, "selective": 6.0, "full": 9.0}
+    later = {"never": 0.0, "default": 3.0, "always": 4.0}
+
+    def whole_is_more(config: JobConfig, layers: int | None) -> Figures:
+        mode, reshard = config.activation_checkpoint.mode, config.parallelism.fsdp_reshard_after_forward
+        peak = {"none": 100.0, "selective": 40.0, "full": 10.0}[mode] - 20.0 * (reshard != "never")
+        if layers is not None:
+            return Figures((times[mode] + later[reshard]) * layers / 10, peak / 10 * GIB, {})
+        if is_refused and peak > 90.0:
+            raise UserError("whole: can't be built")
+        return Figures(times[mode] + later[reshard], peak * GIB, {})
+
+    of = Search(job("--training.local_batch_size", "2"), 4, num_near=4, num_experts=0, rows=8, memory=85.0 * GIB,
+                forecast=whole_is_more, depths=(2, 3, 8.0), varied=("recompute", "reshard"))  # fmt: skip
+    best = of.run().best.settings
+    assert (
+        best["activation_checkpoint.mode"] == "selective" and best["parallelism.fsdp_reshard_after_forward"] == "never"
+    )
+
+
 def test_a_pipeline_is_legal_whatever_is_shared_without_one() -> None:
     words = ["--parallelism.fsdp_once_a_step", "all", "--training.local_batch_size", "1"]
     of = Search(job(*words), 4, num_near=4, num_experts=0, rows=8, memory=1e6 * GIB, forecast=made_up, depths=None,

@@ -131,10 +131,15 @@ class Blueprint:
             return 0
         near = self._ranks_per_machine(world_size)
         if near % (ep * etp) and (near % etp or ep * etp % near):
+            is_set = parallelism.ranks_per_machine is not None
+            legal = [str(n) for n in range(1, world_size + 1) if n % (ep * etp) == 0 or (n % etp == 0 == ep * etp % n)]
+            change = "parallelism.expert_parallel_degree"
+            if is_set:
+                change = f"parallelism.ranks_per_machine, which can be {', '.join(legal)}, or {change}"
             raise UserError(
                 f"parallelism.expert_exchange = 'by_machine': {near} ranks share a machine, and the {ep * etp} ranks"
-                " that share a layer's experts must fill whole machines, or a whole part of one: change"
-                " parallelism.expert_parallel_degree, or leave expert_exchange at direct"
+                f" that share a layer's experts must fill whole machines, or a whole part of one: change {change},"
+                " or leave expert_exchange at direct"
             )
         return ep if near >= ep * etp else near // etp
 

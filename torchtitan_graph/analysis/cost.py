@@ -95,10 +95,11 @@ class Estimate:
         return Estimate(self.seconds + other.seconds, *sums)
 
     def beyond(self, other: Estimate) -> Estimate:
-        """Return what this estimate has more than another."""
+        """Return what this estimate has more than another; exposed is at most what is sent."""
         pairs = ((self.sent, other.sent), (self.exposed, other.exposed), (self.computed, other.computed))
-        rest = ({key: max(0.0, x - b.get(key, 0.0)) for key, x in a.items()} for a, b in pairs)
-        return Estimate(max(0.0, self.seconds - other.seconds), *rest)
+        sent, exposed, computed = ({key: max(0.0, x - b.get(key, 0.0)) for key, x in a.items()} for a, b in pairs)
+        exposed = {axis: min(x, sent.get(axis, 0.0)) for axis, x in exposed.items()}
+        return Estimate(max(0.0, self.seconds - other.seconds), sent, exposed, computed)
 
     def __mul__(self, times: float) -> Estimate:
         """Multiply by a number of runs."""

@@ -512,7 +512,7 @@ def _notices(config: JobConfig) -> Iterator[Problem]:
             config, f"no tokens are exchanged while {_EP} is 1", *exchange, "parallelism.ranks_per_machine"
         )
     elif degrees.expert_exchange == "direct":
-        direct = "is of parallelism.expert_exchange = by_machine, which is direct"
+        direct = "has no effect while parallelism.expert_exchange is direct; set that to by_machine"
         yield from unused(config, direct, "parallelism.exchange_sums", "parallelism.ranks_per_machine")
     if degrees.pipeline_parallel_degree == 1:
         yield from unused(config, f"there are no stages while {_PP} is 1", *stages, _PARTS)

@@ -63,7 +63,7 @@ def _not_with(option: str, off: str, *rows: tuple[str, bool, str]) -> Iterator[P
     """Yield a problem for each of `rows` (key, whether it excludes `option`, why) that does; `off` unsets `option`."""
     for key, excludes, why in rows:
         if excludes:
-            yield Problem(key, f"not with {option}: {why}, or set that to {off}")
+            yield Problem(key, f"not with {option}: {why}, or set {option.partition(' = ')[0]} to {off}")
 
 
 def _codegen(config: JobConfig) -> Iterator[Problem]:
@@ -153,7 +153,7 @@ def _accumulation(config: JobConfig) -> Iterator[Problem]:
     which, pairs = degrees.fsdp_once_a_step, degrees.overlap_microbatches
     if degrees.pipeline_parallel_degree > 1:
         if which != "none":
-            yield Problem(_ONCE, "a pipeline's stages reduce all gradients once a step in any case; leave it out")
+            yield Problem(_ONCE, "a pipeline's stages reduce all gradients once a step in any case; set it to none")
         return
     if which == "experts" and degrees.expert_parallel_degree == 1:
         yield Problem(

@@ -403,8 +403,9 @@ class Search:
         if each.figures is not None:
             self.num_built += 1
             self._judge_memory(each)
-            self.progress(f"{self._count}: {each}: {each.why or f'{each.step_s:.4g} s a step'}{self._best_so_far()}")
         self.found.append(each)
+        if each.figures is not None:
+            self.progress(f"{self._count}: {each}: {each.why or f'{each.step_s:.4g} s a step'}{self._best_so_far()}")
         return each
 
     @property

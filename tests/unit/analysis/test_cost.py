@@ -135,6 +135,12 @@ def test_a_collective_takes_its_share_of_the_products_beside_it_but_of_no_bytes(
     assert added.computed == pytest.approx({cost.OTHER: ADD})
 
 
+def test_what_a_part_has_more_is_not_exposed_beyond_what_it_sends() -> None:
+    first, other = Estimate(5.0, {"ep": 2.0}, {"ep": 1.5}), Estimate(4.0, {"ep": 2.0}, {"ep": 0.5})
+    assert first.beyond(other) == Estimate(1.0, {"ep": 0.0}, {"ep": 0.0})
+    assert first.beyond(Estimate(1.0, {}, {})) == Estimate(4.0, {"ep": 2.0}, {"ep": 1.5})
+
+
 def test_one_groups_collectives_queue_and_two_groups_do_not() -> None:
     def both(first: Callable, second: Callable) -> Callable:
         def run(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:

@@ -138,7 +138,7 @@ def test_what_a_loss_of_the_users_own_does_not_go_with_is_named(option: str, wor
 @pytest.mark.parametrize(
     ("option", "words"),
     [
-        ("fsdp_once_a_step all --parallelism.pipeline_parallel_degree 2", "in any case; leave it out"),
+        ("fsdp_once_a_step all --parallelism.pipeline_parallel_degree 2", "in any case; set it to none"),
         ("fsdp_once_a_step experts", "expert_parallel_degree is 1; use all, or a higher degree"),
         ("fsdp_once_a_step auto --compile.mode eager", "only a graph has a forecast of its memory to choose by"),
         ("overlap_microbatches --compile.mode eager", "only a graph runs two microbatches side by side"),
@@ -369,7 +369,7 @@ def test_what_has_no_effect_is_said(arguments: str, notice: str) -> None:
 def test_sums_of_a_direct_exchange_are_said_to_be_none() -> None:
     words = ["--parallelism.expert_parallel_degree", "2", "--parallelism.exchange_sums", "by_machine"]
     (notice,) = check(load(words), 2)
-    assert "exchange_sums = 'by_machine': is of parallelism.expert_exchange = by_machine, which is direct" in notice
+    assert "exchange_sums = 'by_machine': has no effect while parallelism.expert_exchange is direct; set that" in notice
     assert check(load([*words, "--parallelism.expert_exchange", "by_machine"]), 2) == []
 
 

@@ -22,7 +22,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch.fx import Graph, GraphModule, Node
 
 from torchtitan_graph.analysis.cost import Costs
@@ -32,10 +31,10 @@ from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.collectives import with_dynamic_rows
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.models.layers.moe import MoE
+from torchtitan_graph.ops.operator import operator_of
 from torchtitan_graph.small_files import ANY_SIZE, MAX_BYTES, BadFile, open_small, parse_json, read_small
 
 ALL_LAYERS = ""
-EXCHANGE = torch.ops.torchtitan_graph.exchange.default
 _MOST = 1e200  # limit of a load: the sum of all is a float too
 
 
@@ -162,8 +161,14 @@ def layer_of(node: Node, layers: Iterable[str]) -> str | None:
 
 @functools.lru_cache(maxsize=8)
 def _of_exchanges(graph: Graph) -> frozenset[Node]:
-    """Return the nodes of a finished graph whose rows depend on data."""
-    return frozenset(with_dynamic_rows(graph.nodes)) | {n for n in graph.nodes if n.target is EXCHANGE}
+    """Return the nodes of a finished graph whose rows depend on data, and the exchanges of such rows."""
+    return frozenset(with_dynamic_rows(graph.nodes)) | {n for n in graph.nodes if exchanges_rows(n)}
+
+
+def exchanges_rows(node: Node) -> bool:
+    """Return whether a node is a collective of which the host reads how many rows it sends."""
+    op = operator_of(node.target)
+    return op.collective is not None and op.host_reads is not None
 
 
 def uneven(even: Costs, found: Mapping[str, Busiest]) -> Costs:

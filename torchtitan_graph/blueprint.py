@@ -131,10 +131,10 @@ class Blueprint:
             return 0
         near = self._ranks_per_machine(world_size)
         if near % (ep * etp) and (near % etp or ep * etp % near):
-            is_set = parallelism.ranks_per_machine is not None
-            legal = [str(n) for n in range(1, world_size + 1) if n % (ep * etp) == 0 or (n % etp == 0 == ep * etp % n)]
             change = "parallelism.expert_parallel_degree"
-            if is_set:
+            if parallelism.ranks_per_machine is not None:
+                divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
+                legal = [str(n) for n in divisors if n % (ep * etp) == 0 or (n % etp == 0 == ep * etp % n)]
                 change = f"parallelism.ranks_per_machine, which can be {', '.join(legal)}, or {change}"
             raise UserError(
                 f"parallelism.expert_exchange = 'by_machine': {near} ranks share a machine, and the {ep * etp} ranks"

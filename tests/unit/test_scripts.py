@@ -394,3 +394,16 @@ def test_check_gpu_tells_what_is_done_when_it_is_stopped(tmp_path: Path) -> None
         ("not run", "stopped"),
         ("not run", "cut off: stopped"),
     ]
+
+
+def test_a_timeline_has_a_lane_for_each_axis_and_refuses_a_part_that_is_none(tmp_path: Path, capsys) -> None:
+    main = runpy.run_path(str(REPOSITORY / "scripts" / "draw_timeline.py"))["main"]
+    words = "--world 2 --device h100 --model.name llama3 --training.seq_len 64 --parallelism.tensor_parallel_degree 2"
+    drawn = tmp_path / "step.svg"
+    assert main([*words.split(), "--out", str(drawn)]) == 0
+    assert all(f">{lane}</text>" in drawn.read_text() for lane in ("kernels", "tp"))
+    assert drawn.read_text().count("<rect") > 20
+    assert main([*words.split(), "--out", str(drawn), "--part", "stepp"]) == 2
+    assert "--part stepp: no such graph of this step; did you mean step?" in capsys.readouterr().err
+    assert main([*words.split(), "--out", str(drawn), "--begin_ms", "5", "--end_ms", "1"]) == 2
+    assert "the first must be less than the second" in capsys.readouterr().err

@@ -23,11 +23,10 @@ def _scaled_rows(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     begin_of_row = x + (row // R) * x_E + (row % R) * x_R
-    x_D = x_D.to(tl.int64)  # a column's numbers may lie far apart
     largest = tl.zeros([BLOCK], tl.float32)
     for begin in range(0, D, BLOCK):
         at = begin + tl.arange(0, BLOCK)
-        numbers = tl.load(begin_of_row + at * x_D, mask=at < D, other=0.0).to(tl.float32)
+        numbers = tl.load(begin_of_row + at.to(tl.int64) * x_D, mask=at < D, other=0.0).to(tl.float32)
         largest = tl.maximum(largest, tl.abs(numbers), propagate_nan=tl.PropagateNan.ALL)
     # A maximum that leaves NaNs out: they are put back where any was.
     magnitude = tl.max(largest, 0)
@@ -37,7 +36,7 @@ def _scaled_rows(  # type: ignore[no-untyped-def]
     tl.store(scales + row, scale)
     for begin in range(0, D, BLOCK):
         at = begin + tl.arange(0, BLOCK)
-        numbers = tl.load(begin_of_row + at * x_D, mask=at < D, other=0.0).to(tl.float32) / scale
+        numbers = tl.load(begin_of_row + at.to(tl.int64) * x_D, mask=at < D, other=0.0).to(tl.float32) / scale
         tl.store(out + row * D + at, _rounded(numbers, LARGEST, FORMAT), mask=at < D)
 
 

@@ -21,14 +21,16 @@ _MUCH = 1 / 3  # of a step
 _HOST, _STAGES = "the host", "other stages"
 _TO_HOST, _FROM_HOST = "to the host", "from the host"
 _FEWER_GATHERS = "a larger training.local_batch_size, so that weights are gathered for fewer microbatches"
-# What each part of a step rests on: keys of the device's file that were never measured in a run of this program.
+# The keys of the device's file that each part of a step rests on; none was measured in a run of this program.
 _OF_A_COLLECTIVE = "network_share"
 _RESTS_ON = {
-    PRODUCT: "product_share, fp8_share",
-    ATTENTION: "attention_share",
+    PRODUCT: "product_share, fp8_share, message_share",
+    ATTENTION: "attention_share, message_share",
     OTHER: "memory_share, fusion_share",
-    "waits for the host": "launch",
-    "waits for other stages": "all of these",
+    f"waits for {_HOST}": "launch",
+    f"waits for {_TO_HOST}": "host",
+    f"waits for {_FROM_HOST}": "host",
+    f"waits for {_STAGES}": "all of these",
     "sums of gradients": "memory_share",
     "clipping and optimizer": "memory_share",
 }

@@ -453,12 +453,12 @@ class Search:
             each = next((each for each in fitting[:_LEADING] if not each.whole), None)
             if each is None:
                 return fitting
-            each.whole = True
             try:
                 each.figures = self.forecast(self.configured(each.settings), None)
                 self._judge_memory(each)
             except UserError as error:
                 each.why = _illegal(error)
+            each.whole = True  # only now: Ctrl-C may have ended the build
             self.progress(f"whole: {each}: {each.why or f'{each.step_s:.4g} s a step'}")
             if each.why:
                 self._judge_siblings(each)

@@ -274,6 +274,20 @@ def test_nothing_is_built_twice_and_pairs_are_shown() -> None:
     assert len(built) == len({*built}) and "pairs True" in str(found.best)
 
 
+def test_ctrl_c_in_a_whole_build_leaves_it_to_be_built() -> None:
+    whole: list[bool] = []
+
+    def interrupted(config: JobConfig, layers: int | None) -> Figures:
+        if layers is None:
+            whole.append(True)
+            if len(whole) == 1:
+                raise KeyboardInterrupt
+        return dataclasses.replace(made_up(config, layers), step_s=7.0 if layers is None else 1.0 * layers)
+
+    found = search(1e6, interrupted, varied=("rows",)).run()
+    assert found.best.figures is not None and found.best.figures.step_s == 7.0, "not the extrapolated 6"
+
+
 def test_pairs_that_do_not_fit_are_tried_with_more_recomputation() -> None:
     def with_pairs(config: JobConfig, layers: int | None) -> Figures:
         in_pairs, mode = config.parallelism.overlap_microbatches, config.activation_checkpoint.mode

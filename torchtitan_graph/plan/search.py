@@ -11,8 +11,9 @@ that has most changes with depth; one that is close to the limit is not extrapol
 built whole too, and ranked by that; in place of one that then does not fit, its siblings are tried.
 
 Last come levers that hide or spare communication: the other exchange of experts' tokens, weights gathered once a step,
-microbatches in pairs. With them a candidate can't be faster than it is without all that it waits for: while that bound
-is below the best, it is tried, lever by lever, built whole.
+microbatches in pairs; and then as much recomputation as the memory needs, which is a share of activations that are
+kept. With them a candidate can't be faster than its way that recomputes least would be without all that it waits for:
+while that bound is below the best, it is tried, lever by lever, built whole.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ _RESHARD = "parallelism.fsdp_reshard_after_forward"
 _ONCE, _PAIRS = "parallelism.fsdp_once_a_step", "parallelism.overlap_microbatches"
 _EXCHANGE = "parallelism.expert_exchange"
 _MODE, _OPTION = "activation_checkpoint.mode", "activation_checkpoint.selective_ac_option"
+_BUDGET, _SHARE = "memory_budget", "activation_checkpoint.memory_budget"
 
 SHORT = {
     _PP: PP,
@@ -67,6 +69,8 @@ _WITH_LEVERS = 8  # candidates that are tried with levers, at most
 _ON_THE_LINE = 0.02  # of a figure, by which a third depth may be off the line through two
 _MOST_DEPTHS = 5  # with more, all layers are built
 _DIRECT, _BY_MACHINE = "direct", "by_machine"
+_SHARES = (0.5, 0.25, 0.75)  # of activations that are kept, to begin with, and where that is too much or too little
+_SPARE = 0.005  # of the memory, which a share that is computed from two others leaves free
 _IN_PAIRS = "DualPipeV"  # the schedule whose forward and backward can run as one
 
 
@@ -122,6 +126,7 @@ class JobCandidate:
     why: str = ""
     whole: bool = False  # its figures are of all layers, not extrapolated
     next: Sequence[Settings] = ()  # ways that are slower and need less, from the fastest on
+    least: float = math.inf  # bound of its ways that recompute less
 
     @property
     def step_s(self) -> float:
@@ -130,9 +135,11 @@ class JobCandidate:
 
     @property
     def bound(self) -> float:
-        """The least seconds that a step could take if it waited for no communication, nor for other stages."""
+        """The least seconds that a step could take if it waited for no communication, nor for other stages, and
+        recomputed as little as any of its ways that were built."""
         parts = {} if self.figures is None else self.figures.parts
-        return self.step_s - sum(s for name, s in parts.items() if name in WAITS or name.startswith(EXPOSED))
+        waits = sum(s for name, s in parts.items() if name in WAITS or name.startswith(EXPOSED))
+        return min(self.step_s - waits, self.least)
 
     def __str__(self) -> str:
         given = [(SHORT[key], value) for key, value in self.settings.items() if key in SHORT]
@@ -146,7 +153,8 @@ class JobCandidate:
         policy = self.settings.get(_MODE)
         words = [f"{name} {value}" for name, value in shown.items()]
         if policy is not None:
-            words.append(f"recompute {self.settings.get(_OPTION, policy)}")
+            share = f" {self.settings[_SHARE]:g}" if policy == _BUDGET and _SHARE in self.settings else ""
+            words.append(f"recompute {self.settings.get(_OPTION, policy)}{share}")
         return ", ".join(words) or "one rank"
 
 
@@ -334,6 +342,7 @@ class Search:
                 found.append(self._judge({**base, **way}))
                 if found[-1].why.startswith("illegal"):
                     return found
+                found[-1].least = min(each.bound for each in found)
                 if not found[-1].why:
                     later = all_ways[1 + next(i for i, each in enumerate(all_ways) if each is way) :]
                     found[-1].next = [{**base, **each} for each in later]
@@ -361,6 +370,29 @@ class Search:
                     best = other if is_faster else best
                     if is_faster or (not other.why and _PAIRS in way):
                         break  # the next ways of pairs need less, and are slower
+            self._with_shares(best)
+
+    def _with_shares(self, each: JobCandidate) -> None:
+        """Judge a candidate that recomputes something with other shares of activations that it keeps. The peak rises
+        about evenly with the share: of two, the one that fills the memory follows."""
+        if _MODE in self.fixed or each.settings.get(_MODE, "none") == "none":
+            return
+        settings = {key: value for key, value in each.settings.items() if key != _OPTION}
+
+        def peak_of(share: float) -> float | None:
+            figures = self._judge({**settings, _MODE: _BUDGET, _SHARE: share}, is_whole=True).figures
+            return None if figures is None else figures.peak
+
+        first, less, more = _SHARES
+        if (there := peak_of(first)) is None:
+            return
+        second = less if there > self.memory else more
+        if (other := peak_of(second)) is None or other == there:
+            return
+        allowed = self.memory * (1 - _SPARE)
+        share = first + (allowed - there) / (other - there) * (second - first)
+        if 0 < share:
+            peak_of(round(min(share, 1.0), 2))
 
     def _levers(self, each: JobCandidate) -> list[list[dict[str, Any]]]:
         """Return settings to try with a candidate, lever by lever; of a lever the first that is faster is enough."""

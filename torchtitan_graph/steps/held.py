@@ -173,13 +173,14 @@ def _last_reads_of_sums(gm: GraphModule, sums: Mapping[str, int]) -> collections
 
 
 def in_flight(schedule: Schedule, stage: int) -> int:
-    """Return the most microbatches whose activations a stage keeps at once."""
+    """Return the most microbatches whose activations a stage keeps at once, as the mean of its rank's stages: they share
+    a memory, and ranks that keep equally many in all have equal graphs."""
+    rank = schedule.rank_of[stage]
     held = most = 0
-    for action in schedule.actions[schedule.rank_of[stage]]:
-        if action.stage == stage:
-            held += (action.kind == "F") - (action.kind in ("B", "W"))
-            most = max(most, held)
-    return max(most, 1)
+    for action in schedule.actions[rank]:
+        held += (action.kind == "F") - (action.kind in ("B", "W"))
+        most = max(most, held)
+    return max(-(-most // len(schedule.stages_of(rank))), 1)
 
 
 def sums_of(graph: StageGraph) -> dict[str, int]:

@@ -11,6 +11,7 @@ import pytest
 from torchtitan_graph.config import job
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.parallel.schedule import SCHEDULES, Schedule, plan_pipeline
+from torchtitan_graph.steps.held import in_flight
 
 
 def modules(num_layers: int) -> list[str]:
@@ -28,6 +29,13 @@ def plan(
     named = {key if key in whole else f"pipeline_parallel_{key}": x for key, x in options.items()}
     parallelism = dataclasses.replace(job.Parallelism(pipeline_parallel_degree=num_ranks), **named)
     return plan_pipeline(parallelism, modules(num_layers), num_microbatches, most_deferred)
+
+
+def test_ranks_that_keep_equally_many_microbatches_count_the_same_for_each_stage() -> None:
+    """DualPipeV's two stages of a rank keep more and fewer, the more unequal the earlier the rank; 1F1B's one stage."""
+    v, one = plan(4, 16, 16, schedule="DualPipeV"), plan(4, 16, 16, schedule="1F1B")
+    assert len({in_flight(v, stage) for stage in range(8)}) == 1
+    assert [in_flight(one, stage) for stage in range(4)] == [4, 3, 2, 1]
 
 
 def sizes(schedule: Schedule) -> list[int]:

@@ -71,8 +71,9 @@ def made_up(config: JobConfig, layers: int | None) -> Figures:
     """More layers, rows and kept activations need more memory; recomputation, tp and gathers take time."""
     p, n = config.parallelism, layers or 6
     rows = config.training.local_batch_size if p.pipeline_parallel_degree == 1 else p.pipeline_parallel_microbatch_size
-    kept = {"none": 4.0, "selective": 2.0, "full": 1.0}[config.activation_checkpoint.mode]
-    again = {"none": 1.0, "selective": 1.1, "full": 1.3}[config.activation_checkpoint.mode]
+    mode, share = config.activation_checkpoint.mode, config.activation_checkpoint.memory_budget
+    kept = {"none": 4.0, "selective": 2.0, "full": 1.0}.get(mode, 0.9 + 3.1 * share)
+    again = {"none": 1.0, "selective": 1.1, "full": 1.3}.get(mode, 1.4 - 0.4 * share)
     reshard = ("never", "default", "always").index(p.fsdp_reshard_after_forward)
     tp, shard, ranks = p.tensor_parallel_degree, p.data_parallel_shard_degree, 4 // p.pipeline_parallel_degree
     micro = 8 // (rows * p.data_parallel_replicate_degree * shard)
@@ -127,7 +128,10 @@ def test_the_winner_is_brute_force_s(memory: float) -> None:
     found = of.run()
     assert found.best.whole
     assert found.best.figures is not None
-    assert found.best.figures.step_s == pytest.approx(min(f.step_s for f in fitting))
+    by_policy = min(f.step_s for f in fitting)
+    assert found.best.figures.step_s <= by_policy * (1 + 1e-6)
+    kept = [each for each in found.fitting if each.settings["activation_checkpoint.mode"] != "memory_budget"]
+    assert kept[0].step_s == pytest.approx(by_policy)
     assert all(each.why.startswith(("slower by", "does not fit: needs", "illegal: ")) for each in found.fitting[1:])
 
 
@@ -291,7 +295,8 @@ def test_ctrl_c_in_a_whole_build_leaves_it_to_be_built() -> None:
 def test_pairs_that_do_not_fit_are_tried_with_more_recomputation() -> None:
     def with_pairs(config: JobConfig, layers: int | None) -> Figures:
         in_pairs, mode = config.parallelism.overlap_microbatches, config.activation_checkpoint.mode
-        peak, step_s = {"none": (95.0, 10.0), "selective": (60.0, 11.0), "full": (20.0, 20.0)}[mode]
+        by_mode = {"none": (95.0, 10.0), "selective": (60.0, 11.0), "full": (20.0, 20.0), "memory_budget": (20.0, 12.0)}
+        peak, step_s = by_mode[mode]
         waits = {"exposed ep communication": 0.5 if in_pairs else 6.0}
         return Figures(step_s + sum(waits.values()), peak * (1.1 if in_pairs else 1.0) * GIB, waits)
 
@@ -299,6 +304,17 @@ def test_pairs_that_do_not_fit_are_tried_with_more_recomputation() -> None:
                 forecast=with_pairs, depths=None, varied=("recompute", "pairs"))  # fmt: skip
     best = of.run().best.settings
     assert best["parallelism.overlap_microbatches"] and best["activation_checkpoint.mode"] == "selective"
+
+
+def test_as_much_is_recomputed_as_the_memory_needs() -> None:
+    """With two rows mode none needs 74 GiB, which is too much; what full leaves free is used."""
+    of = search(66.0, varied=("rows", "recompute"), depths=None)
+    best = of.run().best
+    assert best.settings["activation_checkpoint.mode"] == "memory_budget" and best.figures is not None
+    assert 0.97 * of.memory < best.figures.peak <= of.memory
+    assert str(best).endswith(f"recompute memory_budget {best.settings['activation_checkpoint.memory_budget']:g}")
+    assert "memory_budget" not in str(search(66.0, varied=("rows",), depths=None).run().best), "not varied"
+    assert "memory_budget" not in str(search(1e6, varied=("rows", "recompute")).run().best), "nothing to gain"
 
 
 def test_schedules_take_one_place_among_those_tried_in_pairs() -> None:

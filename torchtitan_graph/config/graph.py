@@ -163,7 +163,8 @@ def _accumulation(config: JobConfig) -> Iterator[Problem]:
         )
     if options.mode == "eager" or (which == "none" and not pairs):
         return
-    option, off = (f"{_ONCE} = {which}", "none") if which != "none" else (f"{_PAIRS} = true", "false")
+    paired = "true" if pairs is True else "auto"
+    option, off = (f"{_ONCE} = {which}", "none") if which != "none" else (f"{_PAIRS} = {paired}", "false")
     copies = "what is on the host would be copied in each part; leave it out"
     yield from _not_with(
         option,
@@ -177,10 +178,12 @@ def _accumulation(config: JobConfig) -> Iterator[Problem]:
         ("activation_checkpoint.offload", bool(config.activation_checkpoint.offload), copies),
         ("compile.cuda_graphs", options.cuda_graphs, "parts of a step are not recorded; set it to false"),
     )
-    if which == "auto":
+    for key, value, others in ((_ONCE, which, "all, experts or none"), (_PAIRS, pairs, "true or false")):
+        if value != "auto":
+            continue
         yield from _not_with(
-            f"{_ONCE} = auto",
-            "all, experts or none",
+            f"{key} = auto",
+            others,
             (
                 "compile.precompiled",
                 options.precompiled is not None,

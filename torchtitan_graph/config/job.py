@@ -508,10 +508,12 @@ class Parallelism:
         " all, else the experts', else none, as memory allows by the forecast. A pipeline's stages do so in any case.",
         choices=("none", "experts", "all", "auto"),
     )
-    overlap_microbatches: bool = option(
+    overlap_microbatches: bool | str = option(
         False,
         "Run a microbatch's backward beside the next one's forward, or in a pipeline DualPipeV's pairs, as one graph:"
-        " one computes while the other communicates; the activations of both are in memory.",
+        " one computes while the other communicates; the activations of both are in memory. auto: where a step then"
+        " takes less time by the estimate, and fits into the memory by the forecast; in a pipeline, with DualPipeV.",
+        choices=("auto",),
     )
     tensor_parallel_degree: int = option(
         1, "Shards of the matrix products (tensor parallel with sequence parallel).", minimum=1

@@ -38,7 +38,8 @@ class Option:
     """One option of the schema, as declared by `option`. `key` is its full name, `table.key`.
 
     `choices` and `pattern` restrict strings: `pattern` is matched in full, and `means` says in words what matches it;
-    where both are given, one is enough. With `any_case`, a choice may be given in upper or lower case.
+    where both are given, one is enough. With `any_case`, a choice may be given in upper or lower case. Where the kind
+    is bool, `choices` are strings that are legal besides true and false.
     `minimum`, `maximum` and `below` restrict numbers; `also` lists legal numbers outside that range.
     """
 
@@ -64,6 +65,8 @@ class Option:
 
     def legal(self) -> str:
         """Return a description of the legal values."""
+        if self.choices and self.kind is bool:
+            return ", ".join(("true", "false", *self.choices))
         if self.choices:
             return "one of " + ", ".join(self.choices) + (f", or {self.means}" if self.means else "")
         if self.row is not None:
@@ -89,6 +92,8 @@ class Option:
             return self._accept_rows(self.row, value)
         if self.kind is float and type(value) is int and abs(value) < 2**1000:
             value = float(value)
+        if self.kind is bool and isinstance(value, str) and value in self.choices:
+            return value
         if not _has_kind(value, self.kind):
             hint = ", in 64 bits" if self.kind is int and type(value) is int else ""
             if self.kind is str and not isinstance(value, (list, dict)):
@@ -178,7 +183,8 @@ def options(table: type, prefix: str = "") -> dict[str, Option]:
         elif "help" in field.metadata:
             optional = typing.get_origin(kind) in (Union, types.UnionType)
             if optional:
-                kind = next(part for part in typing.get_args(kind) if part is not type(None))
+                parts = typing.get_args(kind)
+                kind, optional = next(part for part in parts if part is not type(None)), type(None) in parts
             default = field.default if field.default is not dataclasses.MISSING else field.default_factory()  # type: ignore
             found[key] = Option(key, kind, optional, default, **field.metadata)
     return found

@@ -196,7 +196,7 @@ def plan_pipeline(
 
 
 def _check_pairs(options: job.Parallelism, pairs: Pairs) -> None:
-    if options.overlap_microbatches and not pairs:
+    if options.overlap_microbatches is True and not pairs:
         of_csv = options.pipeline_parallel_schedule_csv is not None
         what = f"the schedule of {_CSV}" if of_csv else options.pipeline_parallel_schedule
         raise UserError(

@@ -69,8 +69,7 @@ _WITH_LEVERS = 8  # candidates that are tried with levers, at most
 _ON_THE_LINE = 0.02  # of a figure, by which a third depth may be off the line through two
 _MOST_DEPTHS = 5  # with more, all layers are built
 _DIRECT, _BY_MACHINE = "direct", "by_machine"
-_SHARES = (0.5, 0.25, 0.75)  # of activations that are kept, to begin with, and where that is too much or too little
-_SPARE = 0.005  # of the memory, which a share that is computed from two others leaves free
+_SHARES = 4  # shares of activations that are tried: to a 16th
 _IN_PAIRS = "DualPipeV"  # the schedule whose forward and backward can run as one
 
 
@@ -373,26 +372,18 @@ class Search:
             self._with_shares(best)
 
     def _with_shares(self, each: JobCandidate) -> None:
-        """Judge a candidate that recomputes something with other shares of activations that it keeps. The peak rises
-        about evenly with the share: of two, the one that fills the memory follows."""
+        """Judge a candidate that recomputes something with other shares of activations that it keeps, halving what is
+        between the largest share that fits and the least that does not."""
         if _MODE in self.fixed or each.settings.get(_MODE, "none") == "none":
             return
         settings = {key: value for key, value in each.settings.items() if key != _OPTION}
-
-        def peak_of(share: float) -> float | None:
-            figures = self._judge({**settings, _MODE: _BUDGET, _SHARE: share}, is_whole=True).figures
-            return None if figures is None else figures.peak
-
-        first, less, more = _SHARES
-        if (there := peak_of(first)) is None:
-            return
-        second = less if there > self.memory else more
-        if (other := peak_of(second)) is None or other == there:
-            return
-        allowed = self.memory * (1 - _SPARE)
-        share = first + (allowed - there) / (other - there) * (second - first)
-        if 0 < share:
-            peak_of(round(min(share, 1.0), 2))
+        low, high = 0.0, 1.0
+        for _ in range(_SHARES):
+            share = (low + high) / 2
+            tried = self._judge({**settings, _MODE: _BUDGET, _SHARE: share}, is_whole=True)
+            if tried.figures is None:
+                return
+            low, high = (low, share) if tried.why else (share, high)
 
     def _levers(self, each: JobCandidate) -> list[list[dict[str, Any]]]:
         """Return settings to try with a candidate, lever by lever; of a lever the first that is faster is enough."""

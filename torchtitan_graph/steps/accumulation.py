@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from torchtitan_graph import device as devices
+from torchtitan_graph.analysis.cost import estimate
 from torchtitan_graph.capture.traced import TracedResult
 from torchtitan_graph.compiler import PassPlan
 from torchtitan_graph.device import GIB
@@ -24,7 +25,7 @@ from torchtitan_graph.parallel.pipeline import StageGraph
 from torchtitan_graph.parallel.storage import ALL, EXPERTS, NONE, names_of
 from torchtitan_graph.runtime.partition import Once, part_of, partition
 from torchtitan_graph.steps.budget import at_rest
-from torchtitan_graph.steps.held import peak_of_accumulation
+from torchtitan_graph.steps.held import peak_of_accumulation, runs_of
 from torchtitan_graph.steps.interleave import with_joined
 from torchtitan_graph.steps.options import StepOptions
 
@@ -51,9 +52,12 @@ def cut_step(train: TracedResult, plan: PassPlan, options: StepOptions) -> Stage
 
 def peak_of_step(train: TracedResult, plan: PassPlan, options: StepOptions) -> int:
     """Return the peak memory of a step that is cut, in bytes: above what is held from step to step."""
-    number = options.num_microbatches
-    stage = with_joined(cut_step(train, plan, options), plan.costs, number, in_pairs=options.pairs)
-    return peak_of_accumulation(stage, number).num_bytes
+    return peak_of_accumulation(_joined(train, plan, options), options.num_microbatches).num_bytes
+
+
+def _joined(train: TracedResult, plan: PassPlan, options: StepOptions) -> StageGraph:
+    in_pairs = options.pairs is True
+    return with_joined(cut_step(train, plan, options), plan.costs, options.num_microbatches, in_pairs=in_pairs)
 
 
 def choices(plan: PassPlan) -> list[str]:
@@ -61,11 +65,14 @@ def choices(plan: PassPlan) -> list[str]:
     return [ALL, EXPERTS, NONE] if names_of(EXPERTS, plan.storages) else [ALL, NONE]
 
 
-def needed_gib(train: TracedResult, plan: PassPlan, model: nn.Module, options: StepOptions) -> float:
-    """Return the memory of a rank with this step, in GiB."""
+def needs_of(train: TracedResult, plan: PassPlan, model: nn.Module, options: StepOptions) -> tuple[float, float]:
+    """Return a rank's memory with this step, in GiB, and its seconds without the optimizer, by the estimate."""
     rest = at_rest(plan.storages, model, options.optimizer, accumulates=False)
-    needed = sum(rest.values()) + peak_of_step(train, plan, options)
-    return needed / GIB + options.target.rates.reserved_gib
+    stage, number = _joined(train, plan, options), options.num_microbatches
+    needed = sum(rest.values()) + peak_of_accumulation(stage, number).num_bytes
+    runs = runs_of(stage, number)
+    seconds = sum(estimate(stage.all_parts[name].gm, plan.costs).seconds * times for name, times in runs)
+    return needed / GIB + options.target.rates.reserved_gib, seconds
 
 
 def allowed_gib(options: StepOptions) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Mapping
 from functools import partial
@@ -32,7 +33,7 @@ from torchtitan_graph.steps.accumulation import (
     allowed_gib,
     choices,
     cut_step,
-    needed_gib,
+    needs_of,
     once_a_step,
     peak_of_step,
 )
@@ -44,6 +45,7 @@ from torchtitan_graph.steps.precompiled import Rewritten
 from torchtitan_graph.steps.stages import build_stages, is_shown, make_code, rewrite_stages, with_code
 
 TITLE = "training step"
+_WORTH = 0.98  # of the time without pairs: they are taken where they need less, for they take memory
 
 
 class Traced(NamedTuple):
@@ -77,13 +79,15 @@ def build_graphs(assembly: Assembly) -> Graphs:
     if assembly.layout.degree(PP) > 1:
         stages, storages, flops = build_stages(assembly)
         return Graphs(stages, None, storages, flops)
-    is_cut = options.is_cut
     if options.precompiled is None:
         traced = trace_steps(assembly)
+        assembly = _with_choices(traced, assembly)
+        options, is_cut = assembly.options, assembly.options.is_cut
         plan, steps = _rewrite(traced, assembly, makes_code=not is_cut)
         if not is_cut:
             return Graphs(steps.train, steps.evaluate, plan.storages, steps.flops)
     else:
+        is_cut = options.is_cut
         plan = once_a_step(assembly.lay_out(), options.once) if is_cut else assembly.lay_out()
         arguments = {0: _arguments(assembly)}
         (steps,) = options.precompiled.load(arguments, assembly.layout, plan.storages, options.target.device).values()
@@ -95,7 +99,7 @@ def build_graphs(assembly: Assembly) -> Graphs:
     train: TracedResult | StageGraph
     if is_cut:
         stage = with_code(cut_step(steps.train, plan, options), plan, options, TITLE)
-        train = with_joined(stage, plan.costs, options.num_microbatches, in_pairs=options.pairs)
+        train = with_joined(stage, plan.costs, options.num_microbatches, in_pairs=options.pairs is True)
     else:
         train = ready(steps.train, TITLE)
     evaluate = steps.evaluate and ready(steps.evaluate, "evaluation step")
@@ -107,17 +111,15 @@ def rewrite_steps(assembly: Assembly) -> tuple[dict[int, Rewritten], Mapping[str
     pipeline stage's number, else under 0, and the parameters' storage layout."""
     if assembly.layout.degree(PP) > 1:
         return rewrite_stages(assembly)
-    plan, steps = _rewrite(trace_steps(assembly), assembly, makes_code=False)
+    traced = trace_steps(assembly)
+    plan, steps = _rewrite(traced, _with_choices(traced, assembly), makes_code=False)
     return {0: steps}, plan.storages
 
 
 def _rewrite(traced: Traced, assembly: Assembly, *, makes_code: bool) -> tuple[PassPlan, Rewritten]:
     """Run the passes on a model's steps; return also the passes' inputs, with what is done once a step."""
     options, shown = assembly.options, is_shown(assembly.layout)
-    if options.once == AUTO:
-        plan = once_a_step(traced.plan, _choose_once(traced, assembly))
-    else:
-        plan = once_a_step(traced.plan, options.once) if options.is_cut else traced.plan
+    plan = once_a_step(traced.plan, options.once) if options.is_cut else traced.plan
     watch = Inspection(
         dump_to=options.dump_to if shown else None,
         verify_on=traced.inputs if options.verify else None,
@@ -160,28 +162,39 @@ def _rewrite(traced: Traced, assembly: Assembly, *, makes_code: bool) -> tuple[P
     return plan, Rewritten(dataclasses.replace(traced.train, gm=train), evaluate, traced.flops)
 
 
-def _choose_once(traced: Traced, assembly: Assembly) -> str:
-    """Return what is done once a step, for `auto`: the fastest choice that fits into the memory of all ranks. All ranks
+def _with_choices(traced: Traced, assembly: Assembly) -> Assembly:
+    """Return what steps are built from with what `auto` chooses in place of it: of what may be done once a step, the
+    first that fits into the memory of all ranks; with it pairs, if they fit too and are faster by the estimate. All ranks
     call it together."""
     options, allowed = assembly.options, allowed_gib(assembly.options)
-    for which in choices(traced.plan):
-        plan = once_a_step(traced.plan, which)
+    if AUTO not in (options.once, options.pairs):
+        return assembly
+    for once in choices(traced.plan) if options.once == AUTO else [options.once]:
+        plan = once_a_step(traced.plan, once)
         chosen = [each for each in passes(plan, options.extra) if not each.cut]
-        watch = Inspection(f"{which} once a step", say=logger.debug)
+        watch = Inspection(f"{once} once a step", say=logger.debug)
         gm = run_passes(copy_graph(traced.train.gm), chosen, options.disabled, options.target.device, watch)
-        train = dataclasses.replace(traced.train, gm=gm)
-        lacks = needed_gib(train, plan, assembly.model, options) - allowed
-        most = torch.tensor(lacks, dtype=torch.float64, device=devices.device())
-        dist.all_reduce(most, dist.ReduceOp.MAX)
-        said = f"parallelism.fsdp_once_a_step = auto: {which}: {lacks + allowed:.4g} GiB of {allowed:.4g} on this rank"
-        if is_enough := most.item() <= 0:
-            said += "; chosen"
-        else:
-            said += ": too much" if lacks > 0 else ", but too much on another rank"
-        logger.info(said)
-        if is_enough:
+        train, best = dataclasses.replace(traced.train, gm=gm), math.inf
+        for pairs in (False, True) if options.pairs == AUTO else (bool(options.pairs),):
+            tried = dataclasses.replace(options, once=once, pairs=pairs)
+            needed, seconds = needs_of(train, plan, assembly.model, tried)
+            most = torch.tensor(needed - allowed, dtype=torch.float64, device=devices.device())
+            dist.all_reduce(most, dist.ReduceOp.MAX)
+            fits, what = most.item() <= 0, [f"fsdp_once_a_step {once}"] if options.once == AUTO else []
+            what += [f"overlap_microbatches {str(pairs).lower()}"] if options.pairs == AUTO else []
+            too_much = ": too much" if needed > allowed else ", but too much on another rank"
+            logger.info(
+                f"auto: {', '.join(what)}: {needed:.4g} GiB of {allowed:.4g} on this rank, {seconds * 1e3:.4g} ms by"
+                f" the estimate{'' if fits else too_much}"
+            )
+            if fits and seconds < best * _WORTH:
+                best, found = seconds, tried
+        if best < math.inf:
             break
-    return which
+    else:
+        found = dataclasses.replace(options, once=once, pairs=options.pairs is True)  # the leanest
+    logger.info(f"auto: chosen: fsdp_once_a_step {found.once}, overlap_microbatches {str(found.pairs).lower()}")
+    return dataclasses.replace(assembly, options=found)
 
 
 def _arguments(assembly: Assembly) -> tuple[Any, Any]:

@@ -173,8 +173,10 @@ def _last_reads_of_sums(gm: GraphModule, sums: Mapping[str, int]) -> collections
 
 
 def in_flight(schedule: Schedule, stage: int) -> int:
-    """Return the most microbatches whose activations a stage keeps at once, as the mean of its rank's stages: they share
-    a memory, and ranks that keep equally many in all have equal graphs."""
+    """Return the most microbatches whose activations a stage keeps at once, as the mean of its rank's stages.
+
+    They share a memory; and ranks that keep equally many in all have equal graphs.
+    """
     rank = schedule.rank_of[stage]
     held = most = 0
     for action in schedule.actions[rank]:

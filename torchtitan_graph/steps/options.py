@@ -22,7 +22,7 @@ from torchtitan_graph.models.layers.moe import AuxiliaryLoss, ExpertTraining, Mo
 from torchtitan_graph.parallel.dispatch import Exchange
 from torchtitan_graph.parallel.recompute import Budget, Recompute
 from torchtitan_graph.parallel.schedule import SCHEDULES, Schedule, V, plan_pipeline
-from torchtitan_graph.parallel.storage import NONE, Precision, Reshard
+from torchtitan_graph.parallel.storage import AUTO, NONE, Precision, Reshard
 from torchtitan_graph.passes.compile_regions import Regions
 from torchtitan_graph.quantize.plan import plan_float8
 from torchtitan_graph.quantize.state import Float8
@@ -73,7 +73,8 @@ class StepOptions:
     exchange         how tokens are exchanged for experts, besides by machine or not
     once             the parameters that a whole model's step gathers, and whose gradients it reduces, once: NONE,
                      EXPERTS, ALL, or AUTO: as memory allows
-    pairs            a whole model's step runs a microbatch's backward beside the next one's forward
+    pairs            a whole model's step runs a microbatch's backward beside the next one's forward; AUTO: if that
+                     takes less time by the estimate, as memory allows
     precompiled      folder of rewritten graphs to read instead of tracing
     budget_gib       a rank's memory limit in all, in place of the fraction of `recompute.budget`
     picture          file for the drawing of the memory budget's curve
@@ -114,7 +115,7 @@ class StepOptions:
     pipeline: Schedule | None = None
     exchange: Exchange = Exchange()
     once: str = NONE
-    pairs: bool = False
+    pairs: bool | str = False
     precompiled: Precompiled | None = None
     budget_gib: float | None = None
     picture: Path | None = None
@@ -126,7 +127,7 @@ class StepOptions:
     @property
     def is_cut(self) -> bool:
         """Whether a whole model's step is cut into parts, which its microbatches share or which run side by side."""
-        return self.once != NONE or self.pairs
+        return self.once != NONE or self.pairs is not False
 
 
 def lengths_of_rows(config: JobConfig, attn: str, target: Target) -> range | None:
@@ -309,11 +310,12 @@ def _shared(config: JobConfig, num_microbatches: int) -> dict[str, Any]:
     once, pairs = config.parallelism.fsdp_once_a_step, config.parallelism.overlap_microbatches
     if config.parallelism.pipeline_parallel_degree > 1:
         return {}  # a pipeline's schedule has the pairs
-    if num_microbatches == 1 and (once != NONE or pairs):
+    if num_microbatches == 1 and (once not in (NONE, AUTO) or pairs is True):
         logger.warning(
             f"parallelism.fsdp_once_a_step = {once}, overlap_microbatches = {str(pairs).lower()}: a step has one"
             " microbatch, so nothing changes; raise training.global_batch_size for more"
         )
+    if num_microbatches == 1:
         return {}
     return {"once": once, "pairs": pairs}
 

@@ -15,6 +15,7 @@ from torchtitan_graph.blueprint import Blueprint
 from torchtitan_graph.config import load
 from torchtitan_graph.device import Target
 from torchtitan_graph.forecast import OPTIMIZER, STEP
+from torchtitan_graph.parallel.pipeline import PAIR, StageGraph
 from torchtitan_graph.parallel.schedule import plan_pipeline
 from torchtitan_graph.plan import outlook
 from torchtitan_graph.plan import ranks as building
@@ -22,7 +23,7 @@ from torchtitan_graph.plan.__main__ import main
 from torchtitan_graph.plan.ranks import BuiltJob, build, configuration
 from torchtitan_graph.plan.report import as_data, lines
 from torchtitan_graph.plan.simulate import by_rates, simulate
-from torchtitan_graph.rates import RATES
+from torchtitan_graph.rates import RATES, Rates
 from torchtitan_graph.torch_private.distributed import init_fake_process_group
 from torchtitan_graph.torch_private.pipelines import PipelineAction
 
@@ -86,6 +87,23 @@ def test_inputs_that_are_gathered_and_kept_are_told_apart(jobs: Callable[[str], 
     kept = [each for each in lifetimes(gm) if each.purpose == GATHERED_INPUTS]
     assert [each.num_bytes for each in kept] == (len(model.layers) + 1) * [4 * 64 * model.config.dim * 2]
     assert 0 < of_tp.forecast.at_peak[GATHERED_INPUTS] <= sum(each.num_bytes for each in kept)
+
+
+def test_auto_takes_pairs_where_they_are_faster_and_fit() -> None:
+    """Where links are slow pairs hide the exchange; without memory for both microbatches, and where there is nothing to
+    hide, microbatches run one by one."""
+    slow = H100._replace(near=H100.near / 100)
+    words = ["--model.name", "qwen3", "--model.flavor", "debugmodel_moe", "--training.global_batch_size", "16"]
+    of_experts = [*words, "--parallelism.expert_parallel_degree", "2"]
+
+    def is_paired(rates: Rates, world_size: int, given: list[str]) -> bool:
+        given = [*DEBUG, *given, "--parallelism.overlap_microbatches=auto"]
+        (rank,) = build(configuration(given, world_size), world_size, rates).ranks
+        return isinstance(rank.graphs.train, StageGraph) and PAIR[0] in rank.graphs.train.joined
+
+    assert is_paired(slow, 2, of_experts)
+    assert not is_paired(slow._replace(memory_gib=1.0), 2, of_experts)
+    assert not is_paired(slow, 1, words), "one rank waits for nothing"
 
 
 def test_no_part_of_a_step_is_left_out(jobs: Callable[[str], BuiltJob]) -> None:

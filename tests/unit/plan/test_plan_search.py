@@ -311,7 +311,7 @@ def test_as_much_is_recomputed_as_the_memory_needs() -> None:
     of = search(66.0, varied=("rows", "recompute"), depths=None)
     best = of.run().best
     assert best.settings["activation_checkpoint.mode"] == "memory_budget" and best.figures is not None
-    assert 0.97 * of.memory < best.figures.peak <= of.memory
+    assert 0.9 * of.memory < best.figures.peak <= of.memory
     assert str(best).endswith(f"recompute memory_budget {best.settings['activation_checkpoint.memory_budget']:g}")
     assert "memory_budget" not in str(search(66.0, varied=("rows",), depths=None).run().best), "not varied"
     assert "memory_budget" not in str(search(1e6, varied=("rows", "recompute")).run().best), "nothing to gain"

@@ -87,6 +87,6 @@ def test_no_two_parameters_are_alike(one_rank):
 def test_a_parameter_does_not_depend_on_the_others(one_rank):
     """Drawn alone, after other numbers were drawn from torch's own generator."""
     torch.rand(7)
-    name = "layers.2.attention.wq.weight"
+    name = "layers.0.attention.wq.weight"
     alone = initial_weight(name, torch.Size((64, 64)), 0.02, SEED, CPU, torch.float32)
     assert torch.equal(alone, one_rank[name])

@@ -167,6 +167,7 @@ class Model(Decoder):
 """
 
 
+@pytest.mark.slow
 def test_the_pages_own_layer_is_the_same_on_two_ranks(write_family) -> None:
     (layer,) = re.findall(r"```python\n(class Gelu.*?)```", (DOCS / "family.md").read_text(), re.DOTALL)
     check_layout(Cell(ParallelDims(tp=2), FP64, family=write_family("gelu", OF_THE_PAGE.format(layer))))

@@ -126,7 +126,7 @@ LAYOUTS = {
     ),
     "shard 2, tensor 2": (4, ["--parallelism.tensor_parallel_degree", "2"]),
 }
-SLOW = ("eager, tensor 2", "gathered logits", "shard 2, tensor 2", "context 2")
+SLOW = ("shard 2", "eager, tensor 2", "gathered logits", "shard 2, tensor 2", "context 2")
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import REPOSITORY, numbers, records, run_script, train
+from runs import EAGER, REPOSITORY, numbers, records, run_script, train
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from torchtitan_graph.models import llama3
@@ -15,6 +15,7 @@ from torchtitan_graph.models.hf import from_hf, to_hf
 EXAMPLES = REPOSITORY / "examples"
 SHORT = "--training.steps 2 --training.seq_len 64 --training.local_batch_size 2 --metrics.log_freq 1"
 NO_VALIDATION = "--validation.no-enable"
+AS_EAGER = " ".join(EAGER)  # where the example is not about what is traced
 
 
 def train_example(name: str, folder: Path, options: str, ranks: int = 1) -> None:
@@ -32,7 +33,7 @@ def test_own_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script, *words = line.removeprefix("scripts/").replace("outputs/own_tokenizer", str(tmp_path / "bpe")).split()
     code, output = run_script(script, *words)
     assert code == 0, output
-    train_example("own_text", tmp_path, f"--model.hf_assets_path {tmp_path / 'bpe'} --validation.steps 1")
+    train_example("own_text", tmp_path, f"--model.hf_assets_path {tmp_path / 'bpe'} --validation.steps 1 {AS_EAGER}")
 
 
 def test_from_hugging_face(tmp_path: Path) -> None:
@@ -40,7 +41,7 @@ def test_from_hugging_face(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = llama3.Model(llama3.Config(32, 2, 4, 2, 64, vocab_size=2048, rope_scaling=None))
     to_hf(model.bfloat16(), tmp_path / "hf", assets=REPOSITORY / "tests" / "assets" / "tokenizer")
-    options = f"--model.hf_assets_path {tmp_path / 'hf'} --optimizer.lr 0 {NO_VALIDATION}"
+    options = f"--model.hf_assets_path {tmp_path / 'hf'} --optimizer.lr 0 {NO_VALIDATION} {AS_EAGER}"
     train_example("from_hugging_face", tmp_path, options)
     written = from_hf(tmp_path / "checkpoint" / "step-2-hf", dtype=torch.bfloat16).state_dict()
     assert all(torch.equal(value, written[name]) for name, value in model.state_dict().items())
@@ -53,7 +54,7 @@ def test_own_model(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore")  # TensorBoard's own
 def test_own_loss(tmp_path: Path) -> None:
     """It sees whole logits where two ranks have parts, and its metric is a curve."""
-    options = f"{NO_VALIDATION} --parallelism.tensor_parallel_degree 2 --metrics.enable_tensorboard"
+    options = f"{NO_VALIDATION} --parallelism.tensor_parallel_degree 2 --metrics.enable_tensorboard {AS_EAGER}"
     train_example("own_loss", tmp_path, options, ranks=2)
     found = [record["metrics"] for record in records(tmp_path)]
     assert all(each.keys() == {"accuracy"} and 0 <= each["accuracy"] < 1 for each in found)

@@ -6,7 +6,7 @@ from pathlib import Path
 import patched_train
 import pytest
 import torch
-from runs import REPOSITORY, digest, generate, run_script, saved, saved_steps, train
+from runs import EAGER, REPOSITORY, digest, generate, run_script, saved, saved_steps, train
 from safetensors.torch import load_file
 
 from torchtitan_graph.checkpoint import load_model
@@ -24,7 +24,7 @@ STEPS = 2
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two steps at TP 2 with everything saved."""
     folder = tmp_path_factory.mktemp("tp") / "run"
-    options = ["--parallelism.tensor_parallel_degree", "2", "--checkpoint.last_save_in_hf"]
+    options = ["--parallelism.tensor_parallel_degree", "2", "--checkpoint.last_save_in_hf", *EAGER]
     code, output = train("--job.dump_folder", str(folder), "--training.steps", str(STEPS), *options, ranks=2)
     assert code == 0, output
     return folder
@@ -109,7 +109,7 @@ def test_weights_are_loaded_by_a_run_that_saves_nothing(small: Path, tmp_path: P
 
 
 def test_assets_alone_load_no_weights(small: Path, tmp_path: Path) -> None:
-    code, output = train("--job.dump_folder", str(tmp_path), *STILL, "--model.hf_assets_path", str(small))
+    code, output = train("--job.dump_folder", str(tmp_path), *STILL, *EAGER, "--model.hf_assets_path", str(small))
     assert code == 0, output
     assert "loaded the weights" not in output
     assert f"training begins with random weights: those in {small} (model.hf_assets_path) are loaded with" in output
@@ -118,7 +118,7 @@ def test_assets_alone_load_no_weights(small: Path, tmp_path: Path) -> None:
 
 
 def test_a_run_that_goes_on_takes_its_own_checkpoint(small: Path, tmp_path: Path) -> None:
-    options = ["--model.hf_assets_path", str(small), "--model.name=llama3", "--checkpoint.initial_load_in_hf"]
+    options = ["--model.hf_assets_path", str(small), "--model.name=llama3", "--checkpoint.initial_load_in_hf", *EAGER]
     for steps in ("2", "3"):
         code, output = train("--job.dump_folder", str(tmp_path), *options, "--training.steps", steps)
         assert code == 0, output

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import patched_train
 import pytest
-from runs import REPOSITORY, TINY, Command, Result, numbers, records, saved_steps, train
+from runs import EAGER, REPOSITORY, TINY, Command, Result, numbers, records, saved_steps, train
 
 OLD_FILE = REPOSITORY / "tests" / "unit" / "config" / "old_files" / "debug.toml"
 
@@ -109,6 +109,7 @@ def test_run_ends_where_the_data_ends(tmp_path: Path) -> None:
         (corpus / f"{number}.txt").write_text(f"Document number {number}. " * 60)
     code, output = train(
         *["--job.dump_folder", str(tmp_path / "run"), "--training.steps", "1000", "--training.epochs", "1"],
+        *EAGER,
         *["--training.dataset_path", str(corpus), "--validation.enable", "--validation.dataset_path", str(corpus)],
         *["--validation.freq", "1000", "--checkpoint.interval", "1000"],
     )
@@ -167,7 +168,7 @@ def launch(*options: str, folder: Path, ranks: int) -> Result:
 
 def test_numbers_that_are_not_finite_leave_the_last_checkpoint(tmp_path: Path) -> None:
     """Step 3 is the first with an absurd learning rate; its update makes step 4's loss infinite."""
-    options = ["--job.dump_folder", str(tmp_path), "--training.steps"]
+    options = ["--job.dump_folder", str(tmp_path), *EAGER, "--training.steps"]
     assert train(*options, "2").code == 0
     files = {path: path.read_bytes() for path in (tmp_path / "checkpoint").rglob("*") if path.is_file()}
     code, output = train(*options, "6", "--optimizer.lr", "1e38", "--lr_scheduler.decay_ratio", "0")

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from runs import REPOSITORY, TINY, numbers, records, saved, train
+from runs import EAGER, REPOSITORY, TINY, numbers, records, saved, train
 
 CONFIG = """
 [optimizer]
@@ -43,6 +43,7 @@ def test_stopped_and_resumed(config: str, tmp_path: Path) -> None:
     for name, parts in runs.items():
         for part in parts:
             options = ["--job.config_file", config, "--job.dump_folder", str(tmp_path / name)]
+            options += EAGER if name == "stopped" else []
             code, output = train(*options, "--lr_scheduler.total_steps", "5", *part)
             assert code == 0, output
     assert numbers(tmp_path / "stopped") == numbers(tmp_path / "whole")
@@ -58,7 +59,7 @@ def test_stopped_and_resumed(config: str, tmp_path: Path) -> None:
 
 
 def test_other_groups_and_weights_hold_from_a_resume_on(config: str, tmp_path: Path) -> None:
-    options = ["--job.config_file", config, "--job.dump_folder", str(tmp_path)]
+    options = ["--job.config_file", config, "--job.dump_folder", str(tmp_path), *EAGER]
     assert train(*options, "--training.steps", "2").code == 0
     sources = '[{dataset = "stdlib"}, {dataset_path = "SHARDS", name = "shards", weight = 0}]'
     shards = str(Path(config).parent / "shards")

@@ -9,6 +9,7 @@ import pytest
 from runs import train
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits a process' memory")
 def test_memory_that_runs_out_is_reported(tmp_path: Path) -> None:
     # Scores are masked by 1024 x 128 x 128 bfloat16, 32 MiB, which fit into what is left; a step takes 314 MiB at its

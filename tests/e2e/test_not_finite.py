@@ -34,7 +34,7 @@ def after_one_step(folder: Path, model: str, optimizer: str) -> tuple[bool, bool
     return ended, not all(map(torch.equal, before, parameters))
 
 
-@pytest.mark.parametrize("optimizer", ["fused", "foreach"])
+@pytest.mark.parametrize("optimizer", ["fused", pytest.param("foreach", marks=pytest.mark.slow)])
 def test_no_parameter_is_touched(optimizer: str, tmp_path: Path) -> None:
     """Launched before the host knows the loss, or after."""
     assert run_on(2, after_one_step, tmp_path, "my_models.infinite", optimizer) == [(True, False)] * 2

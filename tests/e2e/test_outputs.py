@@ -60,8 +60,9 @@ def test_tensorboard_files_hold_the_same_numbers(reference: tuple[Path, Result])
     assert b"my_models.tiny" in events.Tensors("config/text_summary")[0].tensor_proto.string_val[0]
 
 
-@pytest.mark.parametrize("step", [2, 4])
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("rank", "step"), [(0, 2), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((0, 4), (1, 2), (1, 4)))]
+)
 def test_profiles_hold_the_steps_operators(reference: tuple[Path, Result], step: int, rank: int) -> None:
     path = reference[0] / "profile_traces" / f"step-{step}" / f"rank{rank}.json.gz"
     names = {event["name"] for event in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]}
@@ -72,6 +73,7 @@ def test_profiles_hold_the_steps_operators(reference: tuple[Path, Result], step:
     assert any(name.startswith("wait_tensor") for name in seconds) and 0 < sum(seconds.values()) < 10 * step_s
 
 
+@pytest.mark.slow
 def test_what_was_measured_stands_beside_the_estimates(
     reference: tuple[Path, Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:

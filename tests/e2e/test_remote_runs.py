@@ -4,12 +4,12 @@ import shutil
 from pathlib import Path
 
 import patched_train
-from runs import numbers, saved, train
+from runs import EAGER, numbers, saved, train
 
 
 def test_a_run_goes_on_from_an_empty_disk_to_the_same_bits(tmp_path: Path) -> None:
     address = f"file://{tmp_path / 'there'}"
-    remote = ["--checkpoint.remote_folder", address]
+    remote = ["--checkpoint.remote_folder", address, *EAGER]
     lost, found, whole = (tmp_path / name for name in ("lost", "found", "whole"))
     code, output = train(
         *["--job.dump_folder", str(lost), *remote], patch=patched_train.signal_in_step_3, SIGNAL="SIGTERM"
@@ -30,7 +30,7 @@ def test_a_run_goes_on_from_an_empty_disk_to_the_same_bits(tmp_path: Path) -> No
     assert code == 0, output
     assert f"fetched checkpoint {found}/checkpoint/step-3 from {address}/step-3" in output
     assert "changed since the run was started: job.dump_folder" in output
-    code, output = train("--job.dump_folder", str(whole))
+    code, output = train("--job.dump_folder", str(whole), *EAGER)
     assert code == 0, output
     assert numbers(found) == {step: numbers(whole)[step] for step in (4, 5)}
     assert saved(found, 5) == saved(whole, 5)

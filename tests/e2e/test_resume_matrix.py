@@ -30,10 +30,10 @@ FOUR_RANKS = {
     "PP 2 x FSDP 2": ParallelDims(dp_shard=2, pp=2),
 }
 LAYOUTS = TWO_RANKS | FOUR_RANKS
-FAST = [("EP 2", ["PP 2"]), ("CP 2", ["EP 2"])]
+FAST = [("EP 2", ["PP 2"])]
 SLOW = [
     pytest.param(saved, layouts, marks=pytest.mark.slow)
-    for saved, layouts in [("PP 2", ["CP 2"]), *((saved, list(FOUR_RANKS)) for saved in FOUR_RANKS)]
+    for saved, layouts in [("CP 2", ["EP 2"]), ("PP 2", ["CP 2"]), *((saved, list(FOUR_RANKS)) for saved in FOUR_RANKS)]
 ]
 
 

@@ -56,6 +56,7 @@ def test_eager_and_graph_log_the_same_numbers(killed: dict[str, Path], reference
     assert eager == {step: values for step, values in numbers(reference[0]).items() if step <= 3}
 
 
+@pytest.mark.slow
 def test_experts_and_their_correction_biases_go_on_where_they_were(tmp_path: Path) -> None:
     options = ["--model.name", "my_models.experts", "--lr_scheduler.total_steps", "5", "--moe.load_balance_loss", "0.1"]
     runs = {"whole": [[]], "stopped": [["--training.steps", "2"], []], "eager": [["--compile.mode", "eager"]]}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import patched_train
 import pytest
-from runs import REPOSITORY, TINY, Command, Result, numbers, records, saved, saved_steps, train
+from runs import EAGER, REPOSITORY, TINY, Command, Result, numbers, records, saved, saved_steps, train
 
 
 def status(folder: Path) -> dict:
@@ -41,7 +41,7 @@ def test_run_that_a_signal_stopped_goes_on_bitwise(reference: tuple[Path, Result
 
 def test_second_ctrl_c_ends_at_once_and_a_signal_in_the_last_step_changes_nothing(tmp_path: Path) -> None:
     options = {"patch": patched_train.signal_in_step_3, "SIGNAL": "SIGINT", "SIGNAL_AGAIN_AFTER": "1.5"}
-    code, output = train("--job.dump_folder", str(tmp_path), **options)
+    code, output = train("--job.dump_folder", str(tmp_path), *EAGER, **options)
     assert code == 130 and "stopped by Ctrl-C at once" in output and "Traceback" not in output, output
     assert saved_steps(tmp_path) == [2]
     assert status(tmp_path)["state"] == "stopped"
@@ -50,6 +50,7 @@ def test_second_ctrl_c_ends_at_once_and_a_signal_in_the_last_step_changes_nothin
         str(tmp_path),
         "--training.steps",
         "3",
+        *EAGER,
         patch=patched_train.signal_in_step_3,
         SIGNAL="SIGTERM",
     )

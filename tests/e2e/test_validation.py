@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from runs import evaluate, numbers, records, saved, saved_steps, train
+from runs import EAGER, evaluate, numbers, records, saved, saved_steps, train
 
 
 @pytest.mark.parametrize("mode", ["graph", pytest.param("eager", marks=pytest.mark.slow)])
@@ -51,7 +51,7 @@ def corpus(tmp_path: Path) -> Path:
 def test_the_loss_is_that_of_the_split_on_any_number_of_ranks(corpus: Path, tmp_path: Path) -> None:
     alone = split_loss(tmp_path / "alone", 1, corpus)
     assert split_loss(tmp_path / "shared", 2, corpus) == pytest.approx(alone, rel=1e-6)
-    assert split_loss(tmp_path / "part", 1, corpus, "--validation.steps", "1") != pytest.approx(alone, rel=1e-6)
+    assert split_loss(tmp_path / "part", 1, corpus, "--validation.steps", "1", *EAGER) != pytest.approx(alone, rel=1e-6)
 
 
 @pytest.mark.slow
@@ -73,7 +73,7 @@ def test_each_set_has_the_loss_of_a_run_that_validates_on_it_alone(corpus: Path,
         "files": ["--validation.dataset_path", str(corpus), "--validation.steps", "-1"],
         "held_out": [],
     }.items():
-        code, output = train("--job.dump_folder", str(tmp_path / name), *what, *options)
+        code, output = train("--job.dump_folder", str(tmp_path / name), *what, *options, *EAGER)
         assert code == 0, output
     found = records(tmp_path / "sets")[-1]
     alone = {name: records(tmp_path / name)[-1]["validation_loss"] for name in ("files", "held_out")}
@@ -108,7 +108,7 @@ def test_a_set_has_a_format_and_columns_of_its_own(tmp_path: Path) -> None:
 PATIENT = [  # with lr = 0 no validation is better than the first
     *["--optimizer.lr", "0", "--validation.enable", "--validation.freq", "1", "--validation.patience", "3"],
     *["--checkpoint.keep_best", "--checkpoint.keep_latest_k", "2", "--checkpoint.interval", "1"],
-    *["--lr_scheduler.total_steps", "9"],
+    *["--lr_scheduler.total_steps", "9", *EAGER],
 ]
 
 

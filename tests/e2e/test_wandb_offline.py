@@ -3,11 +3,11 @@
 import re
 from pathlib import Path
 
-from runs import records, train
+from runs import EAGER, records, train
 
 
 def test_numbers_are_kept_and_a_resumed_run_is_the_same_one(tmp_path: Path) -> None:
-    options = ["--job.dump_folder", str(tmp_path), "--metrics.enable_wandb"]
+    options = ["--job.dump_folder", str(tmp_path), "--metrics.enable_wandb", *EAGER]
     for steps in (2, 3):
         code, output = train(*options, "--training.steps", str(steps), WANDB_MODE="offline", WANDB_SILENT="false")
         assert code == 0, output

@@ -10,6 +10,7 @@ from matrix import (
     FP64,
     FSDP2,
     FSDP2_TP2,
+    ONE_LAYER,
     TP2,
     Cell,
     bits_that_differ,
@@ -63,8 +64,9 @@ def off(cell: Cell, roles=None) -> list[str]:
     "cell",
     [
         Cell(FSDP2, BF16, freeze=FROZEN, num_steps=3),
-        Cell(FSDP2, BF16, lora=LORA, num_microbatches=2, num_steps=3),
-        Cell(TP2, BF16, lora=LORA, num_steps=3),
+        Cell(FSDP2, BF16, lora=LORA, num_microbatches=2, num_steps=3, **ONE_LAYER),
+        slow(FSDP2, BF16, lora=LORA, num_microbatches=2, num_steps=3),
+        slow(TP2, BF16, lora=LORA, num_steps=3),
         slow(TP2, BF16, freeze=FROZEN),
         slow(TP2, BF16, freeze=("tok_embeddings", "output"), tied=True),
         slow(FSDP2_TP2, BF16, freeze=FROZEN),
@@ -80,15 +82,17 @@ def test_the_graph_is_eager(cell):
 
 
 def test_a_lost_reduction_of_an_adapter_is_seen():
-    cell = Cell(FSDP2, BF16, lora=LORA, num_microbatches=2, num_steps=3)
+    cell = Cell(FSDP2, BF16, lora=LORA, num_microbatches=2, num_steps=3, **ONE_LAYER)
     assert all(run_on(2, differences, cell, faults.drop_one_reduction))
 
 
 @pytest.mark.parametrize(
     "cell",
     [
-        Cell(TP2, FP64, lora=LORA, num_steps=3),
-        Cell(EP2, FP64, **MOE),
+        Cell(TP2, FP64, lora=LORA, num_steps=3, **ONE_LAYER),
+        Cell(EP2, FP64, **MOE, **ONE_LAYER),
+        slow(TP2, FP64, lora=LORA, num_steps=3),
+        slow(EP2, FP64, **MOE),
         slow(FSDP2, FP64, lora=LORA),
         slow(FSDP2_TP2, FP64, lora=LORA),
         slow(FSDP2_TP2, FP64, freeze=FROZEN),
@@ -113,10 +117,11 @@ _RIGHT = adapt._roles
 
 
 def test_a_wrong_role_is_seen():
-    assert all(run_on(2, off, Cell(TP2, FP64, lora=LORA, num_steps=3), share_B))
+    assert all(run_on(2, off, Cell(TP2, FP64, lora=LORA, num_steps=3, **ONE_LAYER), share_B))
 
 
 WHOLE_BLOCKS = (("dim", 128), ("ffn_dim", 256))
+IN_ONE_LAYER = {"changes": (*WHOLE_BLOCKS, *ONE_LAYER["changes"])}
 MOE_BLOCKS = {
     "family": "qwen3",
     "flavor": "debugmodel_moe",
@@ -138,8 +143,9 @@ def slow_packed(*cell, **options):
 @pytest.mark.parametrize(
     "cell",
     [
-        packed(FSDP2, BF16, num_microbatches=2),
-        packed(TP2, BF16, "float8"),
+        packed(FSDP2, BF16, num_microbatches=2, **IN_ONE_LAYER),
+        slow_packed(FSDP2, BF16, num_microbatches=2),
+        slow_packed(TP2, BF16, "float8"),
         slow_packed(FSDP2_TP2, BF16),
         slow_packed(CP2, BF16),
         slow_packed(EP2, BF16, **MOE_BLOCKS),
@@ -156,7 +162,8 @@ def test_packed_weights_in_the_graph_are_eagers(cell):
 @pytest.mark.parametrize(
     "cell",
     [
-        packed(TP2, FP64),
+        packed(TP2, FP64, **IN_ONE_LAYER),
+        slow_packed(TP2, FP64),
         slow_packed(FSDP2, FP64, "float8"),
         slow_packed(FSDP2_TP2, FP64),
         slow_packed(CP2, FP64),

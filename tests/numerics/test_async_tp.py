@@ -2,7 +2,20 @@
 
 import faults
 import pytest
-from matrix import BF16, FP32, FP64, FSDP2_TP2, TP2, Cell, bits_that_differ, build_graph, eager, far_apart, train
+from matrix import (
+    BF16,
+    FP32,
+    FP64,
+    FSDP2_TP2,
+    ONE_LAYER,
+    TP2,
+    Cell,
+    bits_that_differ,
+    build_graph,
+    eager,
+    far_apart,
+    train,
+)
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -35,8 +48,9 @@ def _local(x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     "cell",
     [
-        pytest.param(Cell(TP2, FP32, num_steps=2, async_tp=True), id="llama3-fp32"),
-        pytest.param(Cell(TP2, BF16, "gpt_oss", num_steps=2, async_tp=True), id="gpt_oss-bf16"),
+        pytest.param(Cell(TP2, FP32, num_steps=2, async_tp=True, **ONE_LAYER), id="llama3-one-layer-fp32"),
+        pytest.param(Cell(TP2, FP32, num_steps=2, async_tp=True), id="llama3-fp32", marks=pytest.mark.slow),
+        pytest.param(Cell(TP2, BF16, "gpt_oss", num_steps=2, async_tp=True), id="gpt_oss-bf16", marks=pytest.mark.slow),
         pytest.param(
             Cell(TP2, BF16, num_microbatches=8, async_tp=True), id="llama3-bf16-one-row", marks=pytest.mark.slow
         ),
@@ -53,7 +67,9 @@ def test_on_two_ranks_every_bit_is_kept(cell):
 
 
 def test_a_part_that_is_not_multiplied_is_found():
-    for _, different in run_on(2, sends_and_differences, Cell(TP2, FP32, num_steps=1, async_tp=True), None, True):
+    for _, different in run_on(
+        2, sends_and_differences, Cell(TP2, FP32, num_steps=1, async_tp=True, **ONE_LAYER), None, True
+    ):
         assert different != []
 
 

@@ -9,6 +9,7 @@ from matrix import (
     FP64,
     FSDP2,
     ONE,
+    ONE_LAYER,
     TP2,
     Cell,
     Precision,
@@ -61,7 +62,8 @@ def modes_that_differ(cell: Cell) -> list[str]:
 
 
 def cell_of(layout: str, precision: Precision) -> Cell:
-    return Cell(LAYOUTS[layout], precision, num_microbatches=4 // LAYOUTS[layout].data, vocab_size=510)
+    few = ONE_LAYER if LAYOUTS[layout].pp == 1 else {}
+    return Cell(LAYOUTS[layout], precision, num_microbatches=4 // LAYOUTS[layout].data, vocab_size=510, **few)
 
 
 EACH = pytest.mark.parametrize(

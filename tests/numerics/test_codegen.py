@@ -8,7 +8,7 @@ import shutil
 
 import pytest
 import torch
-from matrix import BF16, FP32, FSDP2, ONE, TP2, Cell, build_graph, eager, train
+from matrix import BF16, FP32, FSDP2, ONE, ONE_LAYER, TP2, Cell, build_graph, eager, train
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule
@@ -24,6 +24,7 @@ ROUTED = {"fp32": 1e-5, "bf16": 3e-1}
 PRECISIONS = {"fp32": FP32, "bf16": BF16}
 LAYOUTS = {"one-rank": ONE, "FSDP-2": FSDP2, "TP-2": TP2}
 MODELS = {
+    "one layer": ONE_LAYER,
     "dense": {},
     "latent-attention-and-experts": {"family": "deepseek_v3"},
     "sinks": {"family": "gpt_oss"},
@@ -61,7 +62,7 @@ def double_a_gradient(gm: GraphModule) -> GraphModule:
     return gm
 
 
-FAST = ("dense", "blocks", "fp32", "one-rank")
+FAST = ("one layer", "blocks", "fp32", "one-rank")
 
 
 @pytest.mark.parametrize(
@@ -88,6 +89,7 @@ def test_a_fusion_is_eagers_up_to_rounding(fusion: str, precision: str) -> None:
 
 
 def test_a_wrong_gradient_is_far_off() -> None:
-    cell = cell_of(*FAST)
+    """What is compared sees it whoever made it: nothing is compiled here."""
+    cell = dataclasses.replace(cell_of(*FAST), codegen="off")
     (found,) = run_on(1, distances, cell, True)
     assert max(found.values()) > 0.5

@@ -46,15 +46,15 @@ def collectives(lines: list[str]) -> list[str]:
     "cell",
     [
         *[
-            pytest.param(Cell(dims, BF16), id=name, marks=[pytest.mark.slow] * (name != "HSDP-2x2"))
+            pytest.param(Cell(dims, BF16), id=name, marks=pytest.mark.slow)
             for name, dims in LAYOUTS.items()
             if dims.tp == 1 < dims.num_ranks
         ],
         pytest.param(
             Cell(FSDP2, BF16, recompute=Recompute(every=1)), id="FSDP-2-recompute-full", marks=pytest.mark.slow
         ),
-        pytest.param(Cell(ParallelDims(dp_shard=2, cp=2), BF16), id="FSDP-2-x-CP-2"),
-        pytest.param(Cell(ParallelDims(dp_shard=4, ep=2), BF16, "gpt_oss"), id="FSDP-4-EP-2"),
+        pytest.param(Cell(ParallelDims(dp_shard=2, cp=2), BF16), id="FSDP-2-x-CP-2", marks=pytest.mark.slow),
+        pytest.param(Cell(ParallelDims(dp_shard=4, ep=2), BF16, "gpt_oss"), id="FSDP-4-EP-2", marks=pytest.mark.slow),
         pytest.param(Cell(PP2_FSDP2, BF16, num_microbatches=4, changes=(("num_layers", 4),)), id="PP-2-x-FSDP-2"),
         pytest.param(
             Cell(ParallelDims(dp_shard=4, ep=2), BF16, "gpt_oss", **SHARED), id="in pairs", marks=pytest.mark.slow
@@ -72,7 +72,11 @@ def test_data_parallel_ranks_have_the_same_graph(cell):
 @pytest.mark.parametrize(
     "cell",
     [
-        *[pytest.param(Cell(dims, BF16), id=layout) for layout, dims in LAYOUTS.items() if dims.tp > 1],
+        *[
+            pytest.param(Cell(dims, BF16), id=layout, marks=pytest.mark.slow)
+            for layout, dims in LAYOUTS.items()
+            if dims.tp > 1
+        ],
         pytest.param(Cell(TP2, BF16, loss_parallel=False), id="TP-2-gathered-logits", marks=pytest.mark.slow),
         pytest.param(Cell(ParallelDims(tp=2, ep=2), BF16, "deepseek_v3", recompute=Recompute(every=1)), id="TP-2-EP-2"),
         pytest.param(

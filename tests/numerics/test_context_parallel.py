@@ -9,6 +9,7 @@ from matrix import (
     BF16,
     FP32,
     FP64,
+    ONE_LAYER,
     Seen,
     bits_that_differ,
     build_graph,
@@ -33,11 +34,13 @@ FULL, BY_OP = Recompute(every=1), Recompute(by_op=True)
 OF_ROWS = AuxiliaryLoss(load_balance=0.1, by_sequence=True)
 OF_BATCH = AuxiliaryLoss(load_balance=0.1, router_z=0.01)
 FAST = {
-    "CP-2": Cell(CP2, FP64),
-    "CP-2-deepseek_v3": Cell(CP2, FP64, "deepseek_v3", auxiliary=OF_ROWS, num_microbatches=2),
-    "CP-2-x-TP-2-one-layer": Cell(CP_TP, FP64, changes=(("num_layers", 1),)),
+    "CP-2-one-layer": Cell(CP2, FP64, **ONE_LAYER),
+    "CP-2-deepseek_v3-one-layer": Cell(CP2, FP64, "deepseek_v3", num_microbatches=2, **ONE_LAYER),
 }
 SLOW = {
+    "CP-2": Cell(CP2, FP64),
+    "CP-2-deepseek_v3": Cell(CP2, FP64, "deepseek_v3", auxiliary=OF_ROWS, num_microbatches=2),
+    "CP-2-x-TP-2-one-layer": Cell(CP_TP, FP64, **ONE_LAYER),
     "CP-2-llama4": Cell(CP2, FP64, "llama4", attn="flex"),
     "CP-2-bf16": Cell(CP2, BF16, recompute=BY_OP),
     "CP-2-x-TP-2-gpt_oss": Cell(CP_TP, FP64, "gpt_oss"),
@@ -96,11 +99,11 @@ def with_a_dropped_sum(cell: matrix.Cell) -> tuple[list[str], Seen]:
 
 
 def test_a_block_in_the_wrong_place_is_seen_by_one_rank_in_the_first_loss() -> None:
-    for _, found in run_on(2, with_other_places, FAST["CP-2"]):
-        assert off_one_rank(FAST["CP-2"], found)[0].startswith("step 1: loss")
+    for _, found in run_on(2, with_other_places, FAST["CP-2-one-layer"]):
+        assert off_one_rank(FAST["CP-2-one-layer"], found)[0].startswith("step 1: loss")
 
 
 def test_a_gradient_of_keys_that_is_not_summed_is_seen_by_both() -> None:
-    for different, found in run_on(2, with_a_dropped_sum, FAST["CP-2"]):
+    for different, found in run_on(2, with_a_dropped_sum, FAST["CP-2-one-layer"]):
         assert different[0].startswith("step 1: gradient of ")
-        assert off_one_rank(FAST["CP-2"], found)[0].startswith("step 1: gradient of ")
+        assert off_one_rank(FAST["CP-2-one-layer"], found)[0].startswith("step 1: gradient of ")

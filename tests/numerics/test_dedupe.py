@@ -11,10 +11,10 @@ from torchtitan_graph.capture.traced import TracedResult
 from torchtitan_graph.parallel.layout import ParallelDims
 from torchtitan_graph.parallel.recompute import Recompute
 
-SHORT, LONG = 4, 8  # layers
-CELLS = {"FSDP-2": Cell(FSDP2, BF16, num_microbatches=2)}
+SHORT, LONG = 3, 5  # layers
+CELLS = {"dense": Cell(ONE)}
 SLOW = {
-    "dense": Cell(ONE),
+    "FSDP-2": Cell(FSDP2, BF16, num_microbatches=2),
     "latent-attention-and-experts": Cell(ONE, family="deepseek_v3"),
     "flex": Cell(ONE, attn="flex"),
     "full": Cell(ONE, BF16, recompute=Recompute(every=1)),

@@ -7,6 +7,7 @@ from matrix import (
     BF16,
     FP64,
     FSDP2,
+    ONE_LAYER,
     Cell,
     bits_that_differ,
     build_graph,
@@ -55,7 +56,8 @@ def computed_again(cell: Cell) -> tuple[int, int]:
 @pytest.mark.parametrize(
     "cell",
     [
-        Cell(EP2, BF16, **QWEN, **FULL),
+        Cell(EP2, BF16, **QWEN, **FULL, **ONE_LAYER),
+        slow(EP2, BF16, **QWEN, **FULL),
         slow(EP2, BF16, **DEEPSEEK, **FULL),
         slow(TP2, BF16, **QWEN),
         slow(TP2_EP2, BF16, **DEEPSEEK),
@@ -73,12 +75,12 @@ def test_a_layout_is_one_rank(cell):
 
 
 def test_it_is_the_same_sum_but_for_rounding():
-    cells = (Cell(precision=FP64, **{**QWEN, "early_scores": early}) for early in (True, False))
+    cells = (Cell(precision=FP64, **{**QWEN, **ONE_LAYER, "early_scores": early}) for early in (True, False))
     early, late = (train(cell, build_plain(cell)) for cell in cells)
     assert not far_apart(late, early, 1e-9) and bits_that_differ(late, early), "another order of the same terms"
 
 
 def test_full_recomputation_sends_no_result_again_and_computes_a_product_less():
-    cells = [Cell(EP2, **{**QWEN, **FULL, "early_scores": early}) for early in (False, True)]
+    cells = [Cell(EP2, **{**QWEN, **FULL, **ONE_LAYER, "early_scores": early}) for early in (False, True)]
     (late, of_three), (early, of_two) = (run_on(2, computed_again, cell)[0] for cell in cells)
     assert late == early == 0 and 0 < of_two == of_three * 2 // 3

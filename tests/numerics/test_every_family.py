@@ -14,6 +14,7 @@ from matrix import (
     FSDP2_TP2,
     NUM_ROWS,
     ONE,
+    ONE_LAYER,
     SEQ_LEN,
     TP2,
     Cell,
@@ -52,20 +53,12 @@ MODELS = {
 }
 # A model of transformers with experts.
 MODELS["transformers-mixtral"] = {"family": "transformers", "flavor": "mixtral"}
-# In the fast tier a family has one cell of a kind; llama3 is in test_layouts_agree.py, and data parallelism is one code
-# for all of them. Version 2 of deepseek_v3 is version 3 with softmax scores and no bias; test_expert_parallel.py has it
-# with TP.
-TO_PLAIN = {(model, "TP-2") for model in ("gpt_oss-debugmodel", "llama4-debugmodel", "qwen3-debugmodel_moe")}
+# In the fast tier a family has one cell, of two layers; llama3 is in test_graph_equals_eager.py, qwen3 with experts in
+# many files. Version 2 of deepseek_v3 is version 3 with softmax scores and no bias; test_expert_parallel.py has it with
+# TP, and gpt_oss beside one rank.
 WITH_EXPERTS = [n for n in MODELS if n not in ("llama3-debugmodel", "qwen3-debugmodel") and "transformers" not in n]
 PRECISIONS = {"fp32": FP32, "bf16": BF16}
 LAYOUTS = {"one-rank": ONE, "FSDP-2": FSDP2, "TP-2": TP2, "FSDP-2-x-TP-2": FSDP2_TP2}
-FAST = {
-    *(
-        (model, "sdpa", "bf16", "FSDP-2")
-        for model in ("llama4-debugmodel", "qwen3-debugmodel_moe", "transformers-mixtral")
-    ),
-    ("gpt_oss-debugmodel", "flex", "fp32", "TP-2"),
-}
 AUXILIARY = {
     "over-the-batch": AuxiliaryLoss(load_balance=0.1, router_z=0.01),
     "over-each-sequence": AuxiliaryLoss(load_balance=0.1, by_sequence=True),
@@ -84,12 +77,26 @@ def check(cell: Cell) -> None:
     assert run_on(cell.dims.num_ranks, differences, cell) == [[]] * cell.dims.num_ranks
 
 
+FEW = {"changes": (("num_layers", 2),), "num_steps": 2}
+SMALL = {
+    "gpt_oss, flex, TP 2": Cell(TP2, family="gpt_oss", attn="flex", fused_layers=True, **FEW),
+    "llama4, FSDP 2": Cell(FSDP2, BF16, "llama4", **FEW),
+    "mixtral, FSDP 2": Cell(FSDP2, BF16, "transformers", "mixtral", **FEW),
+    "deepseek_v3, FSDP 2, losses": Cell(
+        FSDP2, family="deepseek_v3", auxiliary=AUXILIARY["over-the-batch"], recompute=Recompute(every=1), **FEW
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_every_family(name):
+    check(SMALL[name])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "attn", "precision", "layout"),
-    [
-        pytest.param(*cell, marks=[] if cell in FAST else [pytest.mark.slow])
-        for cell in [(m, a, p, x) for m in MODELS for a in ("sdpa", "flex") for p in PRECISIONS for x in LAYOUTS]
-    ],
+    [(m, a, p, x) for m in MODELS for a in ("sdpa", "flex") for p in PRECISIONS for x in LAYOUTS],
 )
 def test_every_family_in_every_layout(model, attn, precision, layout):
     """With flex attention as a GPU has it: with the elementwise operators of our own."""
@@ -97,23 +104,21 @@ def test_every_family_in_every_layout(model, attn, precision, layout):
     check(dataclasses.replace(cell, fused_layers=attn == "flex"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "recompute",
-    [
-        pytest.param(Recompute(every=1), marks=pytest.mark.slow),
-        Recompute(by_op=True),
-        pytest.param(Recompute(budget=Budget(0.0)), marks=pytest.mark.slow),
-    ],
+    [Recompute(every=1), Recompute(by_op=True), Recompute(budget=Budget(0.0))],
     ids=["full", "op", "budget"],
 )
-@pytest.mark.parametrize("model", slow_but("gpt_oss-debugmodel", MODELS))
+@pytest.mark.parametrize("model", MODELS)
 def test_with_recomputation_and_accumulation(model, recompute):
     check(Cell(FSDP2, precision=BF16, num_microbatches=2, recompute=recompute, **MODELS[model]))
 
 
-@pytest.mark.parametrize("model", slow_but("deepseek_v3-debugmodel", WITH_EXPERTS))
-@pytest.mark.parametrize("layout", ["FSDP-2", pytest.param("FSDP-2-x-TP-2", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("auxiliary", slow_but(AUXILIARY["over-the-batch"], AUXILIARY.values()), ids=AUXILIARY)
+@pytest.mark.slow
+@pytest.mark.parametrize("model", WITH_EXPERTS)
+@pytest.mark.parametrize("layout", ["FSDP-2", "FSDP-2-x-TP-2"])
+@pytest.mark.parametrize("auxiliary", AUXILIARY.values(), ids=AUXILIARY)
 def test_with_auxiliary_losses(model, layout, auxiliary):
     check(Cell(LAYOUTS[layout], auxiliary=auxiliary, recompute=Recompute(every=1), **MODELS[model]))
 
@@ -140,10 +145,11 @@ def check_against_plain(cell: Cell) -> None:
         assert off_one_rank(cell, found) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "layout"),
     [
-        pytest.param(model, layout, marks=[] if (model, layout) in TO_PLAIN else [pytest.mark.slow])
+        (model, layout)
         for model in MODELS
         for layout in ("FSDP-2", "FSDP-2-x-TP-2", "TP-2")
         # Its parameters are small beside what Adam makes of rounding errors in gradients near zero, which tensor
@@ -156,15 +162,21 @@ def test_every_layout_is_the_plain_module(model, layout):
     check_against_plain(Cell(LAYOUTS[layout], precision=FP64, fused_layers=layout == "TP-2", **MODELS[model]))
 
 
-@pytest.mark.parametrize("dims", slow_but(TP2, [FSDP2, TP2]), ids=["FSDP-2", "TP-2"])
+@pytest.mark.slow
+@pytest.mark.parametrize("dims", [FSDP2, TP2], ids=["FSDP-2", "TP-2"])
 def test_a_loss_of_each_sequence_is_the_same_in_every_layout(dims):
     auxiliary = AUXILIARY["over-each-sequence"]
     check_against_plain(Cell(dims, precision=FP64, auxiliary=auxiliary, **MODELS["deepseek_v3-debugmodel"]))
 
 
+def test_tensor_parallelism_of_experts_is_the_plain_module():
+    check_against_plain(Cell(TP2, FP64, "llama4", fused_layers=True, **FEW))
+
+
+@pytest.mark.slow
 def test_a_loss_over_the_batch_is_the_same_under_data_parallel():
     auxiliary = AUXILIARY["over-the-batch"]
-    check_against_plain(Cell(FSDP2, precision=FP64, auxiliary=auxiliary, **MODELS["qwen3-debugmodel_moe"]))
+    check_against_plain(Cell(FSDP2, FP64, auxiliary=auxiliary, **MODELS["qwen3-debugmodel_moe"], **ONE_LAYER))
 
 
 # --- loads ------------------------------------------------------------------------------------------------------------
@@ -174,7 +186,8 @@ def loads(cell: Cell) -> dict[str, Tensor]:
     return {name: x for name, x in train(cell, build_graph(cell)).items() if name.endswith(".load")}
 
 
-@pytest.mark.parametrize("dims", slow_but(TP2, [ONE, FSDP2, TP2]), ids=["one-rank", "FSDP-2", "TP-2"])
+@pytest.mark.slow
+@pytest.mark.parametrize("dims", [ONE, FSDP2, TP2], ids=["one-rank", "FSDP-2", "TP-2"])
 def test_loads_count_every_slot_once(dims):
     """Whatever is recomputed, accumulated or split."""
     cell = Cell(dims, num_microbatches=2, recompute=Recompute(every=1), **MODELS["deepseek_v3-debugmodel"])
@@ -193,14 +206,14 @@ def differences_with(cell: Cell, other: Cell) -> list[str]:
     ("model", "size", "attn"),
     [
         ("gpt_oss", "window", "sdpa"),
-        ("llama4", "chunk", "flex"),
+        pytest.param("llama4", "chunk", "flex", marks=pytest.mark.slow),
         pytest.param("gpt_oss", "window", "flex", marks=pytest.mark.slow),
         pytest.param("llama4", "chunk", "sdpa", marks=pytest.mark.slow),
     ],
 )
 def test_a_mask_off_by_one_is_seen_in_the_first_loss(model, size, attn):
     tiny = {"window": 7, "chunk": 8}[size]
-    cells = [Cell(family=model, attn=attn, changes=((size, n),)) for n in (tiny, tiny - 1)]
+    cells = [Cell(family=model, attn=attn, changes=((size, n),), num_steps=1) for n in (tiny, tiny - 1)]
     (different,) = run_on(1, differences_with, *cells)
     assert "step 1: loss" in different
 
@@ -209,9 +222,11 @@ def differences_after(cell: Cell, edit) -> list[str]:
     return bits_that_differ(eager(cell), train(cell, build_graph(cell, edit)))
 
 
-@pytest.mark.parametrize("attn", ["sdpa", "flex"])
+@pytest.mark.parametrize("attn", ["sdpa", pytest.param("flex", marks=pytest.mark.slow)])
 def test_a_dropped_gradient_of_the_sinks_is_seen(attn):
-    (different,) = run_on(1, differences_after, Cell(family="gpt_oss", attn=attn), faults.drop_gradients_of_sinks)
+    (different,) = run_on(
+        1, differences_after, Cell(family="gpt_oss", attn=attn, **FEW), faults.drop_gradients_of_sinks
+    )
     assert different[0] == "step 1: gradient of layers.0.attention.sinks"
 
 
@@ -223,5 +238,5 @@ def differences_with_a_leaking_bias(cell: Cell) -> list[str]:
 
 def test_a_correction_bias_that_leaks_into_the_weights_is_seen():
     """In the second step: the bias begins at zero."""
-    (different,) = run_on(1, differences_with_a_leaking_bias, Cell(**MODELS["deepseek_v3-debugmodel"]))
+    (different,) = run_on(1, differences_with_a_leaking_bias, Cell(family="deepseek_v3", **FEW))
     assert different[0].startswith("step 2: ")

@@ -15,6 +15,7 @@ from matrix import (
     FSDP2_TP2,
     HSDP,
     ONE,
+    ONE_LAYER,
     SEED,
     TP2,
     Cell,
@@ -58,16 +59,20 @@ QWEN3 = {"family": "qwen3", "flavor": "debugmodel_moe"}
 NOW, LATER = cell_of(ONE, CURRENT, num_steps=5), cell_of(ONE, PAST, num_steps=5)
 # Each recipe, policy and kind of layer once; most pairs of them are in the slow tier.
 CELLS = {
+    "experts-rowwise-two-layers": cell_of(ONE, ROWS, family="deepseek_v3", changes=(("num_layers", 2),)),
+    "norms": cell_of(ONE, None, family="own_models.float8_norms", recompute=Recompute(1)),
+    "mx-recompute-full-one-layer": cell_of(ONE, BLOCKS, recompute=Recompute(1), **ONE_LAYER),
+    "FSDP-2-delayed-one-layer": cell_of(FSDP2, PAST, **ONE_LAYER),
+    "TP-2-current-one-layer": cell_of(TP2, CURRENT, **ONE_LAYER),
+}
+SLOW = {
     "current-e4m3-fp32-recompute-full": cell_of(ONE, Recipe(gradient=E4M3), precision=FP32, recompute=Recompute(1)),
     "delayed-recompute-op": cell_of(ONE, PAST, recompute=Recompute(by_op=True)),
     "experts-rowwise-recompute-full": cell_of(ONE, ROWS, family="deepseek_v3", recompute=Recompute(1)),
     "experts-EP-2-recompute-op": cell_of(EP2, CURRENT, num_steps=2, recompute=Recompute(by_op=True), **QWEN3),
-    "norms": cell_of(ONE, None, family="own_models.float8_norms", recompute=Recompute(1)),
     "mx-recompute-full": cell_of(ONE, BLOCKS, recompute=Recompute(1)),
     "FSDP-2-delayed-recompute-full": cell_of(FSDP2, PAST, recompute=Recompute(every=1)),
     "TP-2-current": cell_of(TP2, CURRENT),
-}
-SLOW = {
     "rowwise-wide": cell_of(ONE, Recipe(ROWWISE_WIDE, E4M3), num_microbatches=1),
     "delayed-budget": cell_of(ONE, PAST, recompute=Recompute(budget=Budget(0.3))),
     "FSDP-2-mx": cell_of(FSDP2, BLOCKS),
@@ -120,10 +125,12 @@ CAPTURED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="Dynamo captures steps from torch 2.13 on")
 @pytest.mark.parametrize(
     "cell",
-    [pytest.param(cell, id=name, marks=[pytest.mark.slow] * (name != "experts")) for name, cell in CAPTURED.items()],
+    CAPTURED.values(),
+    ids=CAPTURED,
 )
 def test_what_dynamo_captures_is_eager_too(cell: Cell) -> None:
     cell = dataclasses.replace(cell, capture="dynamo")
@@ -139,7 +146,7 @@ def stale_differences(cell: Cell) -> list[str]:
 
 
 def test_weights_that_are_not_quantised_anew_after_a_step_are_seen() -> None:
-    (different,) = run_on(1, stale_differences, NOW)
+    (different,) = run_on(1, stale_differences, cell_of(ONE, CURRENT, **ONE_LAYER))
     assert "step 2: loss" in different and "step 1: loss" not in different
 
 
@@ -197,6 +204,7 @@ def gathered(cell: Cell) -> dict[torch.dtype, int]:
     return found
 
 
+@pytest.mark.slow
 def test_float8_travels_in_the_place_of_bf16() -> None:
     ((plain, _), (quantised, _)) = (run_on(2, gathered, cell_of(FSDP2, recipe)) for recipe in (None, CURRENT))
     assert quantised[torch.uint8] > quantised[torch.bfloat16] and torch.uint8 not in plain
@@ -232,5 +240,5 @@ def build_with_evaluation(cell: Cell, mode: str) -> Steps:
 
 
 def test_an_evaluation_sees_the_weights_of_its_moment() -> None:
-    ((before, after, eager_before, eager_after),) = run_on(1, evaluated, LATER)
+    ((before, after, eager_before, eager_after),) = run_on(1, evaluated, cell_of(ONE, PAST, **ONE_LAYER))
     assert torch.equal(before, eager_before) and torch.equal(after, eager_after) and not torch.equal(before, after)

@@ -1,5 +1,6 @@
 """Steps of the user's, DPO and distillation among them: graph equals eager, and layouts agree."""
 
+import dataclasses
 from contextlib import nullcontext
 
 import faults
@@ -11,6 +12,7 @@ from matrix import (
     FSDP2_TP2,
     LAYOUTS,
     ONE,
+    ONE_LAYER,
     TP2,
     Cell,
     bits_that_differ,
@@ -69,6 +71,16 @@ def cells(dims: ParallelDims, kinds=tuple(KINDS), **more):
     return [pytest.param(Cell(dims, num_steps=3, **KINDS[kind], **more), id=f"{layout}, {kind}") for kind in kinds]
 
 
+def _small(cell: Cell):
+    return None if cell.reference is None else (*cell.reference, *ONE_LAYER["changes"])
+
+
+def small(cells):
+    """Return the cells with one layer each."""
+    few = [dataclasses.replace(*cell.values, reference=_small(*cell.values), **ONE_LAYER) for cell in cells]
+    return [pytest.param(cell, id=f"{of.id}, one layer") for cell, of in zip(few, cells, strict=True)]
+
+
 def slow(cells):
     return [pytest.param(*cell.values, id=cell.id, marks=pytest.mark.slow) for cell in cells]
 
@@ -79,10 +91,10 @@ LORA_KIND, REFERENCE, TEACHER = KINDS
 @pytest.mark.parametrize(
     "cell",
     [
-        *cells(FSDP2, [LORA_KIND, TEACHER], precision=BF16),
-        *cells(TP2, [REFERENCE]),
-        *slow(cells(FSDP2, [REFERENCE], precision=BF16)),
-        *slow(cells(TP2, [LORA_KIND, TEACHER])),
+        *small(cells(FSDP2, [LORA_KIND], precision=BF16)),
+        *small(cells(TP2, [TEACHER])),
+        *slow(cells(FSDP2, precision=BF16)),
+        *slow(cells(TP2)),
         *slow(cells(ONE)),
         *slow(cells(FSDP2_TP2)),
         *slow(cells(CP2, [TEACHER])),
@@ -100,7 +112,10 @@ LORA_KIND, REFERENCE, TEACHER = KINDS
             id="a teacher of transformers",
             marks=pytest.mark.slow,
         ),
-        pytest.param(Cell(FSDP2, own_step="own_models.steps.two_passes", num_steps=2), id="two passes with gradients"),
+        pytest.param(
+            Cell(FSDP2, own_step="own_models.steps.two_passes", num_steps=2, **ONE_LAYER),
+            id="two passes with gradients",
+        ),
     ],
 )
 def test_the_graph_is_eager(cell: Cell) -> None:
@@ -110,11 +125,10 @@ def test_the_graph_is_eager(cell: Cell) -> None:
 @pytest.mark.parametrize(
     "cell",
     [
-        *cells(FSDP2, [LORA_KIND], precision=FP64),
-        *cells(TP2, [TEACHER], precision=FP64),
+        *small(cells(FSDP2, [LORA_KIND], precision=FP64)),
         *slow(cells(ONE, precision=FP64, num_microbatches=2)),
-        *slow(cells(FSDP2, [REFERENCE, TEACHER], precision=FP64)),
-        *slow(cells(TP2, [LORA_KIND, REFERENCE], precision=FP64)),
+        *slow(cells(FSDP2, precision=FP64)),
+        *slow(cells(TP2, precision=FP64)),
         *slow(cells(FSDP2_TP2, precision=FP64)),
         *slow(cells(CP2, [TEACHER], precision=FP64)),
         pytest.param(
@@ -136,9 +150,9 @@ def test_dynamo_captures_it(kind: str) -> None:
 
 
 def test_a_lost_reduction_is_seen() -> None:
-    cell = Cell(FSDP2, BF16, num_steps=3, **KINDS[LORA_KIND])
+    cell = Cell(FSDP2, BF16, num_steps=3, **KINDS[LORA_KIND] | ONE_LAYER)
     assert all(run_on(2, differences, cell, faults.drop_one_reduction))
 
 
 def test_adapters_that_stay_on_are_seen() -> None:
-    assert all(run_on(1, off, Cell(precision=FP64, num_steps=2, **KINDS[LORA_KIND]), True))
+    assert all(run_on(1, off, Cell(precision=FP64, num_steps=2, **KINDS[LORA_KIND] | ONE_LAYER), True))

@@ -16,6 +16,7 @@ from matrix import (
     MAX_NORM,
     NUM_STEPS,
     ONE,
+    ONE_LAYER,
     TP2,
     Cell,
     bits_that_differ,
@@ -50,10 +51,8 @@ VARIANTS = {
     "budget-half": {"recompute": Recompute(budget=Budget(0.5))},
     "budget-least": {"recompute": Recompute(budget=Budget(0.0))},
 }
-FAST_VARIANTS = {("TP-2", "tied", "fp32")} | {
-    ("FSDP-2", variant, "bf16")
-    for variant in ("accumulate-2", "reshard-the-root-too", "recompute-full", "by-module", "budget-half")
-}
+FAST = {(layout, "bf16") for layout in ("one-rank", "FSDP-2", "DDP-2", "TP-2")}
+FAST_VARIANTS = {("FSDP-2", variant, "bf16") for variant in ("accumulate-2", "recompute-full", "budget-half")}
 
 
 def differences(cell: Cell) -> list[str]:
@@ -74,7 +73,7 @@ def slow_unless(condition: bool) -> list[pytest.MarkDecorator]:
         pytest.param(
             Cell(dims, PRECISIONS[p]),
             id=f"{layout}-{p}",
-            marks=slow_unless(p == "bf16" and layout != "FSDP-4" or layout == "FSDP-2"),
+            marks=slow_unless((layout, p) in FAST),
         )
         for layout, dims in LAYOUTS.items()
         for p in PRECISIONS
@@ -104,8 +103,12 @@ def test_every_variant_of_a_layout(cell):
 @pytest.mark.parametrize(
     "names",
     [
-        *("tag_resharding", "tag_recomputation", "rematerialize", "bucket_collectives", "overlap_collectives"),
+        "bucket_collectives",
         "merge_equal tag_elementwise",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("tag_resharding", "tag_recomputation", "rematerialize", "overlap_collectives")
+        ),
     ],
 )
 def test_without_a_pass(names):
@@ -115,18 +118,23 @@ def test_without_a_pass(names):
 
 # FSDP2 warns of in-place operations on its output, which DTensor makes a view here: there are none.
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
-@pytest.mark.parametrize("dims", [TP2, pytest.param(FSDP2_TP2, marks=pytest.mark.slow)])
-def test_with_logits_gathered_over_the_vocabulary(dims):
-    check(Cell(dims, BF16, loss_parallel=False))
+@pytest.mark.parametrize(
+    "cell",
+    [
+        Cell(TP2, BF16, loss_parallel=False, **ONE_LAYER),
+        pytest.param(Cell(TP2, BF16, loss_parallel=False), marks=pytest.mark.slow),
+        pytest.param(Cell(FSDP2_TP2, BF16, loss_parallel=False), marks=pytest.mark.slow),
+    ],
+    ids=["TP-2-one-layer", "TP-2", "FSDP-2-x-TP-2"],
+)
+def test_with_logits_gathered_over_the_vocabulary(cell):
+    check(cell)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "p"),
-    [
-        pytest.param(layout, p, marks=slow_unless((layout, p) == ("FSDP-2", "bf16")))
-        for layout in ("one-rank", "FSDP-2")
-        for p in PRECISIONS
-    ],
+    [(layout, p) for layout in ("one-rank", "FSDP-2") for p in PRECISIONS],
 )
 def test_with_flex_attention(layout, p):
     check(Cell(LAYOUTS[layout], PRECISIONS[p], attn="flex"))
@@ -136,8 +144,8 @@ def test_with_flex_attention(layout, p):
 @pytest.mark.parametrize(
     "cell",
     [
-        Cell(FSDP2, BF16, num_microbatches=2, loss_chunks=3),
-        Cell(TP2, BF16, fused_layers=True, loss_chunks=4),
+        Cell(FSDP2, BF16, num_microbatches=2, loss_chunks=3, **ONE_LAYER),
+        Cell(TP2, BF16, fused_layers=True, loss_chunks=4, **ONE_LAYER),
         *(
             pytest.param(dataclasses.replace(cell, loss_chunks=3), marks=pytest.mark.slow)
             for cell in (
@@ -195,34 +203,39 @@ def differences_after(cell: Cell, edit) -> list[str]:
 @pytest.mark.parametrize(
     ("dims", "edit"),
     [
-        (FSDP2, faults.average_one_reduction),
-        (FSDP2, faults.take_the_largest_in_one_reduction),
         (FSDP2, faults.drop_one_reduction),
-        (DDP2, faults.drop_one_reduction),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (
+                (FSDP2, faults.average_one_reduction),
+                (FSDP2, faults.take_the_largest_in_one_reduction),
+                (DDP2, faults.drop_one_reduction),
+            )
+        ),
     ],
 )
 def test_a_wrong_reduction_is_seen_in_the_first_gradients(dims, edit):
-    for different in run_on(2, differences_after, Cell(dims), edit):
+    for different in run_on(2, differences_after, Cell(dims, **ONE_LAYER), edit):
         assert different[0].startswith("step 1: gradient of ")
 
 
 def test_a_sum_that_tensor_parallelism_needs_and_lacks_is_seen_in_the_first_loss():
-    for different in run_on(2, differences_after, Cell(TP2), faults.drop_one_sum_of_activations):
+    for different in run_on(2, differences_after, Cell(TP2, **ONE_LAYER), faults.drop_one_sum_of_activations):
         assert different[0] == "step 1: loss"
 
 
 def test_a_wrong_gather_is_seen_in_the_first_loss():
-    for different in run_on(2, differences_after, Cell(FSDP2), faults.scale_one_gather):
+    for different in run_on(2, differences_after, Cell(FSDP2, **ONE_LAYER), faults.scale_one_gather):
         assert different[0] == "step 1: loss"
 
 
 def test_wrong_labels_in_the_losss_gradient_are_seen_in_the_first_gradients():
-    (different,) = run_on(1, differences_after, Cell(), faults.shift_the_labels_of_the_gradient)
+    (different,) = run_on(1, differences_after, Cell(**ONE_LAYER), faults.shift_the_labels_of_the_gradient)
     assert different[0].startswith("step 1: gradient of ")
 
 
 def test_a_wrong_place_in_the_vocabulary_is_seen_in_the_first_loss():
-    for different in run_on(2, differences_after, Cell(TP2), faults.begin_at_the_first_class):
+    for different in run_on(2, differences_after, Cell(TP2, **ONE_LAYER), faults.begin_at_the_first_class):
         assert different[0] == "step 1: loss"
 
 
@@ -232,7 +245,7 @@ def differences_with_data(cell: Cell, data) -> list[str]:
 
 @pytest.mark.parametrize("fault", [faults.shift_the_mask, faults.drop_a_microbatch, faults.count_own_targets_only])
 def test_wrong_data_is_seen_in_the_first_loss(fault):
-    for different in run_on(2, differences_with_data, Cell(FSDP2, num_microbatches=2), fault):
+    for different in run_on(2, differences_with_data, Cell(FSDP2, num_microbatches=2, **ONE_LAYER), fault):
         assert different[0] == "step 1: loss"
 
 
@@ -243,8 +256,9 @@ def differences_with_a_bit_flipped(cell: Cell, name: str) -> list[str]:
 
 
 def test_one_bit_flipped_in_one_parameter_is_seen():
-    for different in run_on(2, differences_with_a_bit_flipped, Cell(FSDP2), "layers.1.feed_forward.w2.weight"):
-        assert "parameter layers.1.feed_forward.w2.weight" in different
+    name = "layers.0.feed_forward.w2.weight"
+    for different in run_on(2, differences_with_a_bit_flipped, Cell(FSDP2, **ONE_LAYER), name):
+        assert f"parameter {name}" in different
 
 
 def names_after_one_flip(cell: Cell, name: str) -> list[str]:
@@ -256,9 +270,10 @@ def names_after_one_flip(cell: Cell, name: str) -> list[str]:
 
 def test_one_bit_flipped_in_what_was_seen_is_named():
     name = "step 3: gradient of norm.weight"
-    assert run_on(1, names_after_one_flip, Cell(), name) == [[name]]
+    assert run_on(1, names_after_one_flip, Cell(**ONE_LAYER), name) == [[name]]
 
 
 def test_an_operator_of_ones_own(monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples"))
-    check(Cell(TP2, BF16, family="own_operator.squared_relu", recompute=Recompute.from_option("selective", "op")))
+    recompute = Recompute.from_option("selective", "op")
+    check(Cell(TP2, BF16, family="own_operator.squared_relu", recompute=recompute, **ONE_LAYER))

@@ -15,8 +15,10 @@ from matrix import (
     DDP2,
     FP64,
     FSDP2,
+    FSDP2_TP2,
     LAYOUTS,
     ONE,
+    ONE_LAYER,
     TP2,
     Cell,
     Data,
@@ -30,6 +32,7 @@ from matrix import (
     gathered,
     layout_of,
     microbatches,
+    off_one_rank,
     train,
 )
 
@@ -54,7 +57,13 @@ def differences_from_plain(cell: Cell, data: Data = microbatches) -> list[str]:
 
 @pytest.mark.parametrize(
     "cell",
-    [Cell(), Cell(tied=True), Cell(num_microbatches=2), Cell(recompute=Recompute(by_op=True)), Cell(attn="flex")],
+    [
+        Cell(),
+        pytest.param(Cell(tied=True), marks=pytest.mark.slow),
+        pytest.param(Cell(num_microbatches=2), marks=pytest.mark.slow),
+        Cell(recompute=Recompute(by_op=True)),
+        Cell(attn="flex"),
+    ],
     ids=["sdpa", "tied", "accumulate-2", "recompute-op", "flex"],
 )
 def test_one_rank_is_the_plain_module(cell):
@@ -88,13 +97,15 @@ def check(whole, cell: Cell) -> None:
         assert far_apart(plain(cell.vocab_size, cell.tied, cell.family), found, TOLERANCE) == []
 
 
-@pytest.mark.parametrize(
-    "dims",
-    [
-        pytest.param(dims, id=layout, marks=[pytest.mark.slow] if layout in ("one-rank", "DDP-2", "FSDP-4") else [])
-        for layout, dims in LAYOUTS.items()
-    ],
-)
+def test_two_axes_at_once_are_the_plain_module():
+    """Each axis alone is among the variants."""
+    cell = Cell(FSDP2_TP2, FP64, **ONE_LAYER)
+    for found in run_on(4, whole_graph, cell):
+        assert off_one_rank(cell, found) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dims", LAYOUTS.values(), ids=LAYOUTS)
 def test_every_layout_is_the_plain_module(dims):
     check(whole_graph, Cell(dims, FP64))
 
@@ -121,11 +132,15 @@ OWN_LOSS = {"precision": FP64, "family": "own_models.own_loss"}
 @pytest.mark.parametrize(
     ("whole", "cell"),
     [
-        (whole_graph, Cell(num_microbatches=4, **OWN_LOSS)),
-        (whole_graph, Cell(FSDP2, num_microbatches=2, **OWN_LOSS)),
-        (whole_eager, Cell(DDP2, **OWN_LOSS)),
+        pytest.param(whole_graph, Cell(num_microbatches=4, **OWN_LOSS), marks=pytest.mark.slow),
+        pytest.param(whole_graph, Cell(FSDP2, num_microbatches=2, **OWN_LOSS), marks=pytest.mark.slow),
+        pytest.param(whole_eager, Cell(DDP2, **OWN_LOSS), marks=pytest.mark.slow),
         (whole_graph, Cell(ParallelDims(tp=2), **OWN_LOSS)),
-        (whole_graph, Cell(ParallelDims(pp=2), pipeline=(("pipeline_parallel_schedule", "1F1B"),), **OWN_LOSS)),
+        pytest.param(
+            whole_graph,
+            Cell(ParallelDims(pp=2), pipeline=(("pipeline_parallel_schedule", "1F1B"),), **OWN_LOSS),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["accumulate-4", "FSDP-2-accumulate-2", "eager-DDP-2", "TP-2", "PP-2"],
 )
@@ -161,14 +176,16 @@ MTP = {"family": "deepseek_v3", "changes": (("num_mtp_layers", 1),), "auxiliary"
     ("build", "cell", "names"),
     [
         (build_graph, Cell(FSDP2, num_microbatches=2, **OWN_LOSS), OWN_TERMS),
-        (build_eager, Cell(FSDP2, num_microbatches=2, **OWN_LOSS), OWN_TERMS),
+        pytest.param(*(build_eager, Cell(FSDP2, num_microbatches=2, **OWN_LOSS), OWN_TERMS), marks=pytest.mark.slow),
         (
             build_graph,
             Cell(ParallelDims(pp=2), pipeline=(("pipeline_parallel_schedule", "1F1B"),), **OWN_LOSS),
             OWN_TERMS,
         ),
-        (build_eager, Cell(ParallelDims(tp=2), **OWN_LOSS), OWN_TERMS),
-        (build_graph, Cell(ParallelDims(tp=2, ep=2), FP64, **MTP), {"experts", "ahead"}),
+        pytest.param(build_eager, Cell(ParallelDims(tp=2), **OWN_LOSS), OWN_TERMS, marks=pytest.mark.slow),
+        pytest.param(
+            *(build_graph, Cell(ParallelDims(tp=2, ep=2), FP64, **MTP), {"experts", "ahead"}), marks=pytest.mark.slow
+        ),
     ],
     ids=["FSDP-2-accumulate-2", "eager", "PP-2", "eager-TP-2", "TP-2-EP-2"],
 )
@@ -205,10 +222,10 @@ def test_eager_too_is_the_plain_module(dims):
 @pytest.mark.parametrize(
     ("dims", "edit"),
     [
-        (FSDP2, faults.average_one_reduction),
-        (FSDP2, faults.take_the_largest_in_one_reduction),
+        pytest.param(FSDP2, faults.average_one_reduction, marks=pytest.mark.slow),
+        pytest.param(FSDP2, faults.take_the_largest_in_one_reduction, marks=pytest.mark.slow),
         (FSDP2, faults.drop_one_reduction),
-        (TP2, faults.drop_one_sum_of_activations),
+        pytest.param(TP2, faults.drop_one_sum_of_activations, marks=pytest.mark.slow),
     ],
 )
 def test_a_wrong_collective_is_seen(dims, edit):
@@ -230,7 +247,13 @@ def test_copies_that_part_are_refused():
         assert "differs between the copies on dp_replicate" in outcome
 
 
-@pytest.mark.parametrize("fault", [faults.shift_the_mask, faults.drop_a_microbatch, faults.count_own_targets_only])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        faults.count_own_targets_only,
+        *(pytest.param(fault, marks=pytest.mark.slow) for fault in (faults.shift_the_mask, faults.drop_a_microbatch)),
+    ],
+)
 def test_wrong_data_is_seen(fault):
     cell = Cell(FSDP2, FP64, num_microbatches=2)
     for found in run_on(2, whole_graph, cell, data=fault):

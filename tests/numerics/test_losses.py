@@ -8,6 +8,7 @@ from matrix import (
     FP64,
     FSDP2,
     ONE,
+    ONE_LAYER,
     TP2,
     Cell,
     bits_that_differ,
@@ -28,7 +29,7 @@ from torchtitan_graph.parallel.layout import ParallelDims
 OWN = {"own_loss": "own_models.losses.focal"}
 SMOOTH = {"regularizers": Regularizers(label_smoothing=0.1, z_loss=0.01)}
 KINDS = {"own": OWN, "smoothing, z-loss": SMOOTH, "in chunks": {**SMOOTH, "loss_chunks": 3}}
-FEW = {"num_steps": 2}
+FEW = {"num_steps": 2, **ONE_LAYER}
 
 
 def whole(cell: Cell):

@@ -45,7 +45,7 @@ LAYOUTS = {
     "FSDP-2 x TP-2, EP-2": ParallelDims(dp_shard=2, tp=2, ep=2),
     "FSDP-2 x TP-2, EP-2, ETP-2": ParallelDims(dp_shard=2, tp=2, ep=2, etp=2),
 }
-FAST = [("llama3-debugmodel", "FSDP-2"), (MOE, "FSDP-2 x TP-2, EP-2")]
+FAST = [("llama3-debugmodel", "FSDP-2"), (MOE, "EP-2")]
 
 
 def step_with_whole_gradients(each: Job, number: int) -> None:

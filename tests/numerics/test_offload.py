@@ -33,8 +33,8 @@ def moved_and_differences(cell: Cell) -> tuple[int, list[str]]:
     "cell",
     [
         pytest.param(Cell(FSDP2, BF16, recompute=Recompute(by_op=True), num_microbatches=2), id="FSDP-2-recompute-op"),
-        pytest.param(Cell(ParallelDims(dp_shard=2, ep=2), FP32, "deepseek_v3"), id="EP-2"),
-        pytest.param(Cell(PP2, BF16, num_microbatches=4, pipeline=GPIPE), id="PP-2"),
+        pytest.param(Cell(ParallelDims(dp_shard=2, ep=2), FP32, "deepseek_v3"), id="EP-2", marks=pytest.mark.slow),
+        pytest.param(Cell(PP2, BF16, num_microbatches=4, pipeline=GPIPE), id="PP-2", marks=pytest.mark.slow),
         pytest.param(Cell(ONE, FP32, "gpt_oss"), id="experts", marks=pytest.mark.slow),
         pytest.param(Cell(TP2, BF16, recompute=Recompute(every=2)), id="TP-2", marks=pytest.mark.slow),
         pytest.param(Cell(PP2, num_microbatches=4, pipeline=ZERO_BUBBLE), id="PP-2-halves", marks=pytest.mark.slow),

@@ -10,6 +10,7 @@ from matrix import (
     FSDP2,
     FSDP2_TP2,
     HSDP,
+    ONE_LAYER,
     Cell,
     bits_that_differ,
     build_graph,
@@ -27,6 +28,7 @@ from torchtitan_graph.parallel.storage import Reshard
 FOUR = {"num_microbatches": 4, "num_steps": 3}
 TWO = {"num_microbatches": 2, "num_steps": 3}
 MOE = {"family": "qwen3", "flavor": "debugmodel_moe"}
+TWO_LAYERS = {"changes": (("num_layers", 2),)}
 EP2, EP2_FSDP2, TP2_EP2 = ParallelDims(dp_shard=2, ep=2), ParallelDims(dp_shard=4, ep=2), ParallelDims(tp=2, ep=2)
 
 
@@ -45,9 +47,11 @@ def off(cell: Cell) -> list[str]:
 @pytest.mark.parametrize(
     "cell",
     [
-        Cell(FSDP2, BF16, once="all", **FOUR),
+        Cell(FSDP2, BF16, once="all", **FOUR, **ONE_LAYER),
+        slow(FSDP2, BF16, once="all", **FOUR),
         slow(EP2_FSDP2, BF16, once="experts", **TWO, **MOE),
-        Cell(EP2, BF16, once="experts", pairs=True, recompute=Recompute(every=1), **FOUR, **MOE),
+        Cell(EP2, BF16, once="experts", pairs=True, num_microbatches=2, num_steps=2, **MOE, **TWO_LAYERS),
+        slow(EP2, BF16, once="experts", pairs=True, recompute=Recompute(every=1), **FOUR, **MOE),
         slow(EP2_FSDP2, once="all", **TWO, **MOE),
         slow(EP2_FSDP2, pairs=True, **TWO, **MOE),
         slow(EP2, BF16, "deepseek_v3", once="experts", pairs=True, **FOUR),
@@ -70,10 +74,11 @@ def test_the_graph_is_eager(cell):
     assert run_on(cell.dims.num_ranks, differences, cell) == [[]] * cell.dims.num_ranks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "cell",
     [
-        Cell(FSDP2, FP64, once="all", **FOUR),
+        slow(FSDP2, FP64, once="all", **FOUR),
         slow(EP2_FSDP2, FP64, once="experts", **TWO, **MOE),
         slow(TP2_EP2, FP64, once="all", **TWO, **MOE),
         slow(FSDP2_TP2, FP64, once="all", **TWO),

@@ -9,6 +9,7 @@ from matrix import (
     FSDP2,
     MAX_NORM,
     ONE,
+    ONE_LAYER,
     SEED,
     TP2,
     Cell,
@@ -28,6 +29,7 @@ from torch.optim import Optimizer
 from pool import run_on
 from torchtitan_graph.compiler import Extra, Pass
 from torchtitan_graph.config import job
+from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.edit import call
 from torchtitan_graph.models.layers.init import initialize
 from torchtitan_graph.optim import build_lr_scheduler, build_optimizer, forget_rehearsal
@@ -36,7 +38,7 @@ from torchtitan_graph.parallel.storage import cast_parameters, materialize, plan
 from torchtitan_graph.steps import GraphUpdate, Steps
 
 LAYOUTS = {"one-rank": ONE, "FSDP-2": FSDP2, "TP-2": TP2}
-FAST = [("deepseek_v3-debugmodel", "one-rank"), ("llama3-debugmodel", "FSDP-2"), ("gpt_oss-debugmodel", "TP-2")]
+FAST = [("deepseek_v3-debugmodel", "one-rank"), ("llama3-debugmodel", "TP-2")]
 GROUPED = job.Optimizer(
     name="Adam",
     lr=1e-2,
@@ -127,7 +129,7 @@ OTHERS = {
 }
 
 
-FAST_OTHERS = ("AdamW, foreach, in groups", "SGD, foreach, without state", "Adagrad")
+FAST_OTHERS = ("SGD, foreach, without state", "Adagrad")
 
 
 @pytest.mark.parametrize(
@@ -135,13 +137,21 @@ FAST_OTHERS = ("AdamW, foreach, in groups", "SGD, foreach, without state", "Adag
 )
 def test_every_optimizer_in_FSDP(name: str) -> None:
     """That one too which makes its state in its first step."""
-    assert run_on(2, differences, Cell(FSDP2), OTHERS[name]) == [[], []]
+    assert run_on(2, differences, Cell(FSDP2, **ONE_LAYER), OTHERS[name]) == [[], []]
+
+
+def refusal(cell: Cell, config: job.Optimizer) -> str:
+    try:
+        differences(cell, config)
+    except UserError as error:
+        return str(error)
+    return "not refused"
 
 
 def test_Muon_takes_whole_matrices() -> None:
     assert run_on(1, differences, Cell(), job.Optimizer("torch.optim.Muon", lr=1e-2)) == [[]]
-    with pytest.raises(Exception, match="'torch.optim.Muon': not with compile.optimizer_in_graph where ranks hold"):
-        run_on(2, differences, Cell(FSDP2), job.Optimizer("torch.optim.Muon", lr=1e-2))
+    for said in run_on(2, refusal, Cell(FSDP2, **ONE_LAYER), job.Optimizer("torch.optim.Muon", lr=1e-2)):
+        assert "'torch.optim.Muon': not with compile.optimizer_in_graph where ranks hold" in said
 
 
 @pytest.mark.slow
@@ -180,8 +190,12 @@ def whole_runs_that_differ(cell: Cell) -> list[str]:
 
 @pytest.mark.parametrize(
     "cell",
-    [Cell(FSDP2, num_microbatches=2), Cell(ParallelDims(pp=2), num_microbatches=2, tied=True)],
-    ids=["FSDP-2", "PP-2, tied"],
+    [
+        Cell(FSDP2, num_microbatches=2, num_steps=3, **ONE_LAYER),
+        Cell(ParallelDims(pp=2), num_microbatches=2, tied=True),
+        pytest.param(Cell(FSDP2, num_microbatches=2), marks=pytest.mark.slow),
+    ],
+    ids=["FSDP-2, one layer", "PP-2, tied", "FSDP-2"],
 )
 def test_whole_training_steps(cell: Cell) -> None:
     assert run_on(2, whole_runs_that_differ, cell) == [[], []]
@@ -205,7 +219,7 @@ def test_a_run_goes_on_either_way() -> None:
 
 
 def after_a_step_that_is_not_taken(loss: float, gradient: float, by: str = "fused") -> tuple[list[str], float]:
-    each = Job(Cell(FSDP2), job.Optimizer(lr=1e-2, implementation=by), True)
+    each = Job(Cell(FSDP2, **ONE_LAYER), job.Optimizer(lr=1e-2, implementation=by), True)
     each.step(1)
     before, bad = each.seen(), dist.get_rank() == 1
     right = each.storages["norm.weight"].unflatten
@@ -221,8 +235,8 @@ def after_a_step_that_is_not_taken(loss: float, gradient: float, by: str = "fuse
     ("loss", "gradient", "is_taken", "by"),
     [
         (float("nan"), 1.0, False, "fused"),
-        (float("inf"), 1.0, False, "fused"),
-        (1.0, float("nan"), False, "fused"),
+        pytest.param(float("inf"), 1.0, False, "fused", marks=pytest.mark.slow),
+        pytest.param(1.0, float("nan"), False, "fused", marks=pytest.mark.slow),
         (1.0, 1.0, True, "fused"),
         (1.0, float("nan"), False, "foreach"),
     ],
@@ -236,7 +250,7 @@ def test_a_step_that_is_not_finite_on_one_rank_changes_nothing_on_any(
 
 
 def after_a_step_with_limits(limits: tuple[float, float], config: job.Optimizer) -> tuple[bool, float]:
-    each = Job(Cell(FSDP2), config, True)
+    each = Job(Cell(FSDP2, **ONE_LAYER), config, True)
     each.step(1)
     before = each.seen()
     each.limits = torch.tensor(limits, dtype=torch.float64)
@@ -274,7 +288,7 @@ def test_the_first_step_that_is_taken_makes_the_state() -> None:
 
 
 def addresses_and_nodes() -> tuple[bool, list[str], list[str]]:
-    each = Job(Cell(FSDP2), job.Optimizer(lr=1e-2), True)
+    each = Job(Cell(FSDP2, **ONE_LAYER), job.Optimizer(lr=1e-2), True)
 
     def held() -> list[int]:
         tensors = [x for p in each.model.parameters() for x in (p, *each.optimizer.state[p].values())]
@@ -300,7 +314,7 @@ def test_it_is_one_graph_with_its_collectives_that_writes_in_place() -> None:
 
 
 def outcome_of_verifying(spoil: bool) -> str:
-    each = Job(Cell(FSDP2), job.Optimizer(lr=1e-2), True)
+    each = Job(Cell(FSDP2, **ONE_LAYER), job.Optimizer(lr=1e-2), True)
     each.update = GraphUpdate(each.steps, each.optimizer, MAX_NORM, extra=[DOUBLE_RATES] * spoil, verify=True)
     try:
         each.step(1)

@@ -127,7 +127,10 @@ def check_bits(cell: Cell) -> None:
         assert number > 10 and different == []
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    "schedule",
+    [pytest.param(name, marks=[] if name in ("1F1B", "DualPipeV") else [pytest.mark.slow]) for name in SCHEDULES],
+)
 def test_every_schedule_is_torchs(schedule):
     if SCHEDULES[schedule] == V and torch.__version__ < "2.12":
         pytest.skip("torch 2.11's own V schedules send from a rank to itself, which gloo can't")
@@ -137,13 +140,14 @@ def test_every_schedule_is_torchs(schedule):
 FLOAT8 = {"precision": BF16, "float8": Recipe(DELAYED), "ffn_dim": 128}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dims", "schedule", "other"),
     [
         (PP2, "1F1B", {}),
-        pytest.param(PP2, "ZBVZeroBubble", {"precision": FP32}, marks=pytest.mark.slow),
-        pytest.param(PP2_FSDP2, "1F1B", {"family": "qwen3", "flavor": "debugmodel_moe"}, marks=pytest.mark.slow),
-        pytest.param(PP2_DDP2, "Interleaved1F1B", {"recompute": Recompute(1)}, marks=pytest.mark.slow),
+        (PP2, "ZBVZeroBubble", {"precision": FP32}),
+        (PP2_FSDP2, "1F1B", {"family": "qwen3", "flavor": "debugmodel_moe"}),
+        (PP2_DDP2, "Interleaved1F1B", {"recompute": Recompute(1)}),
     ],
 )
 def test_stages_in_float8_are_torchs(dims, schedule, other):
@@ -160,7 +164,8 @@ def two_steps(cell: Cell) -> tuple[float, dict[str, torch.Tensor]]:
     return losses[1].item(), {n: b for n, b in steps.model.named_buffers() if n.endswith("amax_history")}
 
 
-@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("tp", [1, 2])
 def test_what_stages_see_in_float8_is_what_one_rank_sees(tp):
     other = FLOAT8 | {"precision": FP32}
     whole = run_on(tp, two_steps, cell(ParallelDims(tp=tp), "1F1B", **other))
@@ -186,6 +191,7 @@ def test_stages_of_products_are_torchs(other, precision):
     check_bits(cell(schedule="1F1B", precision=precision, **other))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "precision", "other"),
     [
@@ -264,7 +270,7 @@ def check_plain(cell: Cell) -> None:
     ("schedule", "tied"),
     [
         ("1F1B", True),
-        ("ZBVZeroBubble", False),
+        pytest.param("ZBVZeroBubble", False, marks=pytest.mark.slow),
         pytest.param("1F1B", False, marks=pytest.mark.slow),
         pytest.param("ZBVZeroBubble", True, marks=pytest.mark.slow),
     ],
@@ -277,13 +283,14 @@ def test_two_stages_on_two_ranks_are_the_plain_module(schedule, tied):
 MOE = {"family": "qwen3", "flavor": "debugmodel_moe", "auxiliary": AuxiliaryLoss(load_balance=0.01, router_z=0.01)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "cell",
     [
-        pytest.param(cell(PP2_TP2, "ZBVZeroBubble", FP64), id="TP-2"),
         *(
-            pytest.param(each, id=name, marks=pytest.mark.slow)
+            pytest.param(each, id=name)
             for name, each in {
+                "TP-2": cell(PP2_TP2, "ZBVZeroBubble", FP64),
                 "FSDP-2": cell(PP2_FSDP2, "1F1B", FP64, tied=True, reshard=Reshard(True, True)),
                 "experts": cell(PP2, "1F1B", FP64, **MOE),
                 "chunks": cell(PP2, "ZBVZeroBubble", FP64, loss_chunks=3),
@@ -324,7 +331,7 @@ def test_parts_are_compiled_up_to_rounding():
 
 @pytest.mark.parametrize(
     ("fault", "dims"),
-    [(faults.shift_the_mask, PP2), (faults.count_own_targets_only, PP2_FSDP2)],
+    [(faults.shift_the_mask, PP2), pytest.param(faults.count_own_targets_only, PP2_FSDP2, marks=pytest.mark.slow)],
     ids=["mask", "targets"],
 )
 def test_wrong_data_is_seen(fault, dims):
@@ -344,6 +351,7 @@ def test_a_microbatch_whose_gradients_are_dropped_is_seen():
         assert different[0].startswith("step 1: gradient")
 
 
+@pytest.mark.slow
 def test_a_dropped_reduction_is_seen():
     for different in run_on(4, differences_from_plain, cell(PP2_FSDP2, "1F1B", FP64), faults.drop_one_reduction):
         assert any("step 1: gradient" in name for name in different)

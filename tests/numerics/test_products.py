@@ -110,6 +110,7 @@ def norm_of_one_stage(cell: matrix.Cell) -> str:
     return "the stages agree"
 
 
+@pytest.mark.slow
 def test_a_norm_that_is_not_summed_over_the_stages_is_seen() -> None:
     for said in run_on(4, norm_of_one_stage, PP_EP):
         assert said == "step 1: norm differs between stages"

@@ -15,6 +15,7 @@ from matrix import (
     FSDP2,
     MAX_NORM,
     ONE,
+    ONE_LAYER,
     SEED,
     Cell,
     Seen,
@@ -93,14 +94,22 @@ def differences(cell: Cell, in_graph: bool) -> tuple[list[str], int, int]:
     ("cell", "in_graph", "num_pieces"),
     [
         (Cell(ONE), True, 1),
-        (Cell(FSDP2, precision=BF16, num_microbatches=2), True, 1),
+        (Cell(FSDP2, precision=BF16, num_microbatches=2, **ONE_LAYER), True, 1),
         pytest.param(Cell(FSDP2, tied=True), False, 1, marks=pytest.mark.slow),
         pytest.param(
             Cell(num_microbatches=2, attn="flex", **MODELS["gpt_oss-debugmodel"]), True, None, marks=pytest.mark.slow
         ),
-        (Cell(EP2, **MODELS["deepseek_v3-debugmodel"]), True, None),
+        pytest.param(Cell(EP2, **MODELS["deepseek_v3-debugmodel"]), True, None, marks=pytest.mark.slow),
+        (Cell(EP2, **MODELS["deepseek_v3-debugmodel"], changes=(("num_layers", 2),), num_steps=4), True, None),
     ],
-    ids=["one-rank", "FSDP-2, accumulated", "FSDP-2, tied", "flex and experts", "exchanged experts"],
+    ids=[
+        "one-rank",
+        "FSDP-2, accumulated",
+        "FSDP-2, tied",
+        "flex and experts",
+        "exchanged experts",
+        "exchanged experts, two layers",
+    ],
 )
 def test_five_steps(cell: Cell, in_graph: bool, num_pieces: int | None) -> None:
     """The first call runs as it is, the second is recorded, the others replay it: with other batches and rates."""
@@ -118,7 +127,7 @@ def test_five_steps(cell: Cell, in_graph: bool, num_pieces: int | None) -> None:
 
 def go_on(replays: bool) -> tuple[Seen, int]:
     """Take ten steps, with something else before most of the last seven."""
-    cell = Cell()
+    cell = Cell(**ONE_LAYER)
     steps = build(cell, replays, evaluates=True)
     optimizer, _ = optimizing(steps.model)
     update, seen = GraphUpdate(steps, optimizer, MAX_NORM), {}
@@ -181,7 +190,7 @@ def test_what_happens_between_two_steps_is_seen_by_the_next() -> None:
 
 
 def places_of_gradients(num_microbatches: int) -> list[list[int]]:
-    cell = Cell(num_microbatches=num_microbatches)
+    cell = Cell(num_microbatches=num_microbatches, **ONE_LAYER)
     steps, places = build(cell, True), []
     for k in range(1, 5):
         steps.train(*microbatches(cell, 0, k))

@@ -87,7 +87,8 @@ def test_the_graph_is_that_of_every_block(name: str, caplog: pytest.LogCaptureFi
     assert "every block is traced" not in caplog.text
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", pytest.param("Interleaved1F1B", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
 def test_pipeline_stages_are_those_of_every_block(schedule: str) -> None:
     options = (("pipeline_parallel_schedule", schedule),)
     stages = cell(8, dims=DIMS(pp=2), num_microbatches=4, pipeline=options)
@@ -103,7 +104,8 @@ def finished(cell: Cell, trace_every_block: bool) -> list[tuple]:
     return described(graphs.train.gm)
 
 
-@pytest.mark.parametrize("recompute", ["selective", pytest.param("full", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", ["selective", "full"])
 def test_passes_make_the_same_of_it(recompute: str) -> None:
     how = Recompute.from_option(recompute, "op")
     both = cell(family="gpt_oss", dims=DIMS(dp_shard=2, tp=2), precision=BF16, recompute=how)

@@ -35,7 +35,7 @@ def lines(graphs: matrix.Graphs) -> list[Any]:
     return [(described(gm), signature_of(gm), gm.code) for gm in gms]
 
 
-@pytest.mark.parametrize("cell", [SHARDED, STAGES], ids=["FSDP-2-x-TP-2", "PP-2"])
+@pytest.mark.parametrize("cell", [SHARDED, pytest.param(STAGES, marks=pytest.mark.slow)], ids=["FSDP-2-x-TP-2", "PP-2"])
 def test_a_copy_of_a_trace_gives_the_graphs_of_a_new_one(cell: Cell) -> None:
     fake_layout(cell.dims)
     found = []

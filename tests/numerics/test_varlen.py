@@ -42,7 +42,7 @@ def check(cell: Cell) -> None:
         pytest.param(
             dataclasses.replace(VARLEN, dims=dims, precision=precision, **FAMILIES[family]),
             id=f"{family}-{layout}-{word}",
-            marks=[] if (family, layout, word) == ("llama4", "FSDP-2", "bf16") else [pytest.mark.slow],
+            marks=pytest.mark.slow,
         )
         for family in FAMILIES
         for layout, dims in {"one": ONE, "FSDP-2": FSDP2, "TP-2": TP2}.items()
@@ -51,6 +51,10 @@ def check(cell: Cell) -> None:
 )
 def test_the_graph_is_eager(cell: Cell) -> None:
     check(cell)
+
+
+def test_the_graph_of_two_layers_is_eager() -> None:
+    check(Cell(FSDP2, BF16, "llama4", attn="varlen", changes=(("num_layers", 2),), num_steps=2))
 
 
 @pytest.mark.slow

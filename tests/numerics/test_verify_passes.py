@@ -5,7 +5,7 @@ from collections.abc import Callable
 import faults
 import pytest
 import torch
-from matrix import BF16, CPU, DDP2, FP32, FSDP2, LAYOUTS, ONE, TP2, Cell, trace
+from matrix import BF16, CPU, DDP2, FP32, FSDP2, LAYOUTS, ONE, ONE_LAYER, TP2, Cell, trace
 from torch.fx import GraphModule
 
 from pool import run_on
@@ -17,7 +17,6 @@ from torchtitan_graph.parallel.recompute import Recompute
 from torchtitan_graph.parallel.storage import Reshard
 
 PRECISIONS = {"fp32": FP32, "bf16": BF16}
-FAST = [("FSDP-2", "bf16"), ("DDP-2", "bf16")]  # TP-2 is among the variants
 # All ranks have gradients of such losses, whatever their targets are.
 AUXILIARY = Cell(
     FSDP2,
@@ -25,6 +24,7 @@ AUXILIARY = Cell(
     family="qwen3",
     flavor="debugmodel_moe",
     auxiliary=AuxiliaryLoss(load_balance=0.01, router_z=0.01),
+    **ONE_LAYER,
 )
 
 
@@ -41,13 +41,13 @@ def outcome(cell: Cell, broken: Callable[[GraphModule], GraphModule] | None = No
     return ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "cell",
     [
         pytest.param(
             Cell(dims, PRECISIONS[p]),
             id=f"{layout}-{p}",
-            marks=[pytest.mark.slow] * ((layout, p) not in FAST),
         )
         for layout, dims in LAYOUTS.items()
         for p in PRECISIONS
@@ -61,19 +61,21 @@ def test_every_pass_keeps_its_promise(cell):
     "cell",
     [
         pytest.param(Cell(FSDP2, BF16, tied=True), marks=pytest.mark.slow),
-        Cell(FSDP2, FP32, recompute=Recompute(every=1), cpu_offload=True),
+        Cell(FSDP2, BF16, **ONE_LAYER),
+        pytest.param(Cell(FSDP2, FP32, recompute=Recompute(every=1), cpu_offload=True), marks=pytest.mark.slow),
         pytest.param(
             Cell(FSDP2, FP32, recompute=Recompute(by_op=True), reshard=Reshard(blocks=False)), marks=pytest.mark.slow
         ),
         pytest.param(Cell(TP2, BF16, tied=True), marks=pytest.mark.slow),
-        Cell(TP2, BF16, async_tp=True, recompute=Recompute(every=1)),
+        Cell(TP2, BF16, async_tp=True, recompute=Recompute(every=1), **ONE_LAYER),
         pytest.param(Cell(ONE, FP32, attn="flex"), marks=pytest.mark.slow),
-        Cell(ParallelDims(cp=2), BF16),
-        AUXILIARY,
+        pytest.param(Cell(ParallelDims(cp=2), BF16), marks=pytest.mark.slow),
+        pytest.param(AUXILIARY, marks=pytest.mark.slow),
         pytest.param(Cell(ParallelDims(dp_shard=2, cp=2), BF16), marks=pytest.mark.slow),
     ],
     ids=[
         "tied",
+        "FSDP-2-one-layer",
         "recompute-full-on-host",
         "recompute-op-stay-gathered",
         "TP-2-tied",
@@ -90,7 +92,7 @@ def test_every_pass_keeps_its_promise_in_variants(cell):
 
 def compiled_outcome(factor: float) -> str:
     """Verify a region that gives all its results times a factor."""
-    traced = trace(Cell(ONE, FP32))
+    traced = trace(Cell(ONE, FP32, **ONE_LAYER))
 
     def scale(gm: GraphModule) -> GraphModule:
         for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.silu.default):
@@ -116,8 +118,8 @@ def test_a_pass_that_promises_less_may_round_but_not_err():
 
 BROKEN = [
     faults.drop_one_reduction,
-    faults.average_one_reduction,
-    faults.take_the_largest_in_one_reduction,
+    pytest.param(faults.average_one_reduction, marks=pytest.mark.slow),
+    pytest.param(faults.take_the_largest_in_one_reduction, marks=pytest.mark.slow),
     faults.scale_one_gather,
 ]
 
@@ -125,7 +127,7 @@ BROKEN = [
 @pytest.mark.parametrize("precision", [pytest.param(FP32, marks=pytest.mark.slow), BF16], ids=PRECISIONS)
 @pytest.mark.parametrize("broken", BROKEN)
 def test_a_broken_pass_is_named(broken, precision):
-    for error in run_on(2, outcome, Cell(FSDP2, precision), broken):
+    for error in run_on(2, outcome, Cell(FSDP2, precision, **ONE_LAYER), broken):
         assert error.startswith(f"pass {broken.__name__} promises")
 
 
@@ -135,34 +137,34 @@ def test_a_broken_pass_is_named_where_all_ranks_have_losses_without_targets():
 
 
 def test_a_pass_after_which_ranks_would_wait_for_each_other_is_named_before_it_runs():
-    for error in run_on(2, outcome, Cell(FSDP2, FP32), faults.gather_in_another_order_on_one_rank):
+    for error in run_on(2, outcome, Cell(FSDP2, FP32, **ONE_LAYER), faults.gather_in_another_order_on_one_rank):
         assert error.startswith("pass gather_in_another_order_on_one_rank lets ranks send in different orders")
         assert "number 1 on rank 0 is" in error and "on rank 1" in error
 
 
 def test_a_pass_that_edits_the_graph_of_one_rank_only_is_run_on_all():
-    for error in run_on(2, outcome, Cell(FSDP2, FP32), faults.scale_one_gather_on_one_rank, timeout=60):
+    for error in run_on(2, outcome, Cell(FSDP2, FP32, **ONE_LAYER), faults.scale_one_gather_on_one_rank, timeout=60):
         assert error.startswith("pass scale_one_gather_on_one_rank promises")
 
 
 # A fault for each pass of the list, and where its place is. Policies have none: nothing computes the tags they write.
 SPOILED = {
-    "cleanup": (faults.lose_a_write, Cell(ONE, FP32)),
-    "shard_params": (faults.drop_one_reduction, Cell(FSDP2, FP32)),
-    "mixed_precision": (faults.cast_one_parameter_too_narrow, Cell(FSDP2, BF16)),
-    "rest_on_host": (faults.fetch_another, Cell(FSDP2, BF16, cpu_offload=True)),
+    "cleanup": (faults.lose_a_write, Cell(ONE, FP32, **ONE_LAYER)),
+    "shard_params": (faults.drop_one_reduction, Cell(FSDP2, FP32, **ONE_LAYER)),
+    "mixed_precision": (faults.cast_one_parameter_too_narrow, Cell(FSDP2, BF16, **ONE_LAYER)),
+    "rest_on_host": (faults.fetch_another, Cell(FSDP2, BF16, cpu_offload=True, **ONE_LAYER)),
     "gather_each_call": (
         faults.wait_for_another,
-        Cell(FSDP2, BF16, own_step="torchtitan_graph.goals.dpo", lora=(("rank", 4),)),
+        Cell(FSDP2, BF16, own_step="torchtitan_graph.goals.dpo", lora=(("rank", 4),), **ONE_LAYER),
     ),
     "merge_equal": (faults.merge_unequal, Cell(ONE, FP32)),
     "rematerialize": (faults.recompute_another, Cell(ONE, FP32)),
     "bucket_collectives": (faults.swap_two_parts_of_a_bucket, Cell(FSDP2, BF16)),
-    "overlap_context": (faults.use_before_it_is_there, Cell(ParallelDims(cp=2), BF16)),
+    "overlap_context": (faults.use_before_it_is_there, Cell(ParallelDims(cp=2), BF16, **ONE_LAYER)),
     "overlap_collectives": (faults.wait_for_another, Cell(FSDP2, BF16)),
-    "overlap_products": (faults.forget_a_part, Cell(TP2, FP32, async_tp=True)),
+    "overlap_products": (faults.forget_a_part, Cell(TP2, FP32, async_tp=True, **ONE_LAYER)),
     "overlap_copies": (faults.fetch_another, Cell(ONE, BF16, cpu_offload=True)),
-    "compile_regions": (faults.scale_every_silu, Cell(ONE, FP32)),
+    "compile_regions": (faults.scale_every_silu, Cell(ONE, FP32, **ONE_LAYER)),
 }
 
 
@@ -181,7 +183,9 @@ def outcome_of_one(cell: Cell, name: str, fault: Callable[[GraphModule], GraphMo
     return ""
 
 
-@pytest.mark.parametrize("name", SPOILED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "overlap_copies")) for name in SPOILED]
+)
 def test_a_fault_in_any_pass_is_named(name):
     fault, cell = SPOILED[name]
     for error in run_on(cell.dims.num_ranks, outcome_of_one, cell, name, fault):
@@ -205,12 +209,19 @@ def test_policies_change_nothing_that_is_computed():
     assert found and all(found.values()), found
 
 
+@pytest.mark.slow
 def test_a_pass_that_breaks_the_sum_over_copies_is_named():
-    for error in run_on(2, outcome, Cell(DDP2, BF16), faults.drop_one_reduction):
+    for error in run_on(2, outcome, Cell(DDP2, BF16, **ONE_LAYER), faults.drop_one_reduction):
         assert error.startswith("pass drop_one_reduction promises")
 
 
-@pytest.mark.parametrize("broken", [faults.drop_one_sum_of_activations, faults.shift_the_labels_of_the_gradient])
+@pytest.mark.parametrize(
+    "broken",
+    [
+        faults.drop_one_sum_of_activations,
+        pytest.param(faults.shift_the_labels_of_the_gradient, marks=pytest.mark.slow),
+    ],
+)
 def test_a_pass_that_breaks_tensor_parallelism_is_named(broken):
-    for error in run_on(2, outcome, Cell(TP2, BF16), broken):
+    for error in run_on(2, outcome, Cell(TP2, BF16, **ONE_LAYER), broken):
         assert error.startswith(f"pass {broken.__name__} promises")

@@ -78,6 +78,7 @@ def test_other_numbers_are_shown_on_one_node(want: Callable) -> None:
     assert "# +    add_tensor = aten.add.Tensor(silu" in path.read_text()
 
 
+@pytest.mark.slow
 def test_what_rounds_is_wrong_only_where_the_pass_promises_bits(want: Callable) -> None:
     assert "other numbers" in found(check_numbers, ONE, want("round_silu"))
     assert re.match(r"off by at most \d.*e-0[67] of", check_numbers(ONE, want("round_silu", exact=False)))

@@ -12,7 +12,7 @@ from torchtitan_graph.torch_private.distributed import init_fake_process_group
 aten = torch.ops.aten
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("recipe", ["tensorwise", pytest.param("rowwise", marks=pytest.mark.slow)])
 def test_products_are_those_of_the_device_that_is_estimated_for(recipe: str) -> None:
     words = ["--model.converters", "float8", "--quantize.linear.float8.recipe_name", recipe]
     words += ["--quantize.linear.float8.filter_fqns", "output", "--training.seq_len", "64"]

@@ -30,7 +30,13 @@ WAYS = {f"{name}-{is_hit}": (RECIPES[name], is_hit) for name in ("current", "del
 WAYS |= {f"{name}-miss": (RECIPES[name], "miss") for name in ("rowwise", "rowwise-wide")}
 
 
-@pytest.mark.parametrize(("recipe", "hit"), WAYS.values(), ids=WAYS)
+FAST = ("current-hit", "delayed-miss", "rowwise-miss")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "hit"),
+    [pytest.param(*way, id=name, marks=[pytest.mark.slow] * (name not in FAST)) for name, way in WAYS.items()],
+)
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does
 def test_every_way_to_run_it_gives_the_same_bits(recipe: Recipe, hit: str) -> None:
     weight = numbers(len(ENDS), F, D, seed=1).requires_grad_()

@@ -53,8 +53,17 @@ def x_of() -> Tensor:
     return numbers(2, 16, D, dtype=torch.float32).requires_grad_()
 
 
-@EVERY
-@pytest.mark.parametrize("kind", ["linear", "mlp"])
+FAST = [("current", "linear"), ("delayed", "mlp")]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "kind"),
+    [
+        pytest.param(RECIPES[name], kind, id=f"{kind}-{name}", marks=[pytest.mark.slow] * ((name, kind) not in FAST))
+        for kind in ("linear", "mlp")
+        for name in RECIPES
+    ],
+)
 def test_it_is_its_layers_apart(recipe: Recipe, kind: str) -> None:
     for has_workspaces in (False, True):
         together, separate = built(recipe, kind, has_workspaces)

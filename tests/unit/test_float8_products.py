@@ -104,9 +104,16 @@ WAYS = {
 }
 
 
+FAST = ("current-hit", "delayed-miss", "rowwise-miss")
+
+
 @pytest.mark.parametrize(
     ("recipe", "is_hit"),
-    [pytest.param(*way, id=name) for name, way in WAYS.items() if not (way[0].by_row and way[1])],  # those have none
+    [
+        pytest.param(*way, id=name, marks=[pytest.mark.slow] * (name not in FAST))
+        for name, way in WAYS.items()
+        if not (way[0].by_row and way[1])  # those have none
+    ],
 )
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does
 def test_every_way_to_run_it_gives_the_same_bits(recipe: Recipe, is_hit: bool) -> None:

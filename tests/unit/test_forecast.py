@@ -64,9 +64,14 @@ def of(
     return forecast(assembly, build_graphs(assembly), job.Optimizer(name=optimizer))
 
 
+ONE_LAYER = (("num_layers", 1),)
+TWO_LAYERS = (("num_layers", 2),)
+
+
 def test_a_reference_is_counted_among_the_parameters_and_nowhere_else() -> None:
     dims = ParallelDims(dp_shard=2)
-    cell = Cell(dims, vocab_size=512, ffn_dim=128, own_step="torchtitan_graph.goals.dpo", reference=(("dim", 32),))
+    few = {"vocab_size": 512, "ffn_dim": 128, "changes": ONE_LAYER}
+    cell = Cell(dims, own_step="torchtitan_graph.goals.dpo", reference=(("dim", 32), *ONE_LAYER), **few)
     own, frozen = build_model(cell), build_reference(cell)
     assert frozen is not None and not any(p.requires_grad for p in frozen.model.parameters())
     sizes = [sum(p.numel() for p in model.parameters()) * 4 // 2 for model in (own, frozen.model)]
@@ -75,6 +80,7 @@ def test_a_reference_is_counted_among_the_parameters_and_nowhere_else() -> None:
     assert found.operations > of(dataclasses.replace(cell, own_step=None, reference=None)).operations
 
 
+@pytest.mark.slow
 def test_a_model_that_runs_twice_does_not_hold_all_its_weights() -> None:
     sizes = (("num_layers", 4), ("dim", 1024))
     step = {"own_step": "torchtitan_graph.goals.dpo", "lora": (("rank", 2),)}
@@ -85,7 +91,7 @@ def test_a_model_that_runs_twice_does_not_hold_all_its_weights() -> None:
 
 
 def test_shards_and_moments_are_counted_and_what_is_unknown_is_said() -> None:
-    cell = Cell(ParallelDims(dp_shard=4), vocab_size=512, ffn_dim=128)
+    cell = Cell(ParallelDims(dp_shard=4), vocab_size=512, ffn_dim=128, changes=ONE_LAYER)
     whole = sum(p.numel() for p in build_model(cell).parameters()) * 4
     found = of(cell)
     assert found.held["parameters"] == whole // 4
@@ -99,7 +105,7 @@ def test_shards_and_moments_are_counted_and_what_is_unknown_is_said() -> None:
 @pytest.mark.parametrize("dims", [ParallelDims(), ParallelDims(pp=2)], ids=["one", "PP-2"])
 def test_evaluation_counts_where_it_holds_more(dims: ParallelDims) -> None:
     """Of its rows the logits: in fp32, as many as there are tokens and words."""
-    cell = Cell(dims, vocab_size=512, num_microbatches=2)
+    cell = Cell(dims, vocab_size=512, num_microbatches=2, changes=(("num_layers", dims.pp),))
     few, many = (of(cell, dims.pp - 1, eval_rows=(rows, SEQ_LEN)) for rows in (1, 64))
     assert not few.where.startswith("evaluation")
     assert many.where.startswith("evaluation, forward") and many.held[STEP] >= 64 * SEQ_LEN * 512 * 4
@@ -109,7 +115,7 @@ def test_evaluation_counts_where_it_holds_more(dims: ParallelDims) -> None:
 
 @pytest.mark.parametrize("on_host", [False, True], ids=["device", "host"])
 def test_what_is_frozen_has_no_moments_and_no_gradients(on_host: bool) -> None:
-    cell = Cell(vocab_size=512, num_microbatches=2, cpu_offload=on_host)
+    cell = Cell(vocab_size=512, num_microbatches=2, cpu_offload=on_host, changes=ONE_LAYER)
     whole, found = of(cell), of(cell, frozen="layers")
     sizes = {name: p.numel() * 4 for name, p in build_model(cell).named_parameters()}
     trained = sum(size for name, size in sizes.items() if not name.startswith("layers"))
@@ -133,36 +139,42 @@ def test_what_is_frozen_is_neither_reduced_nor_gathered_for_nothing() -> None:
 
 
 def test_every_axis_takes_its_part() -> None:
-    alone = of(Cell(vocab_size=512, ffn_dim=128))
-    split = of(Cell(ParallelDims(tp=2), vocab_size=512, ffn_dim=128))
+    few = {"vocab_size": 512, "ffn_dim": 128, "changes": ONE_LAYER}
+    alone, split = of(Cell(**few)), of(Cell(ParallelDims(tp=2), **few))
     assert split.operations == pytest.approx(alone.operations / 2)
     assert {axis for axis, _ in split.sent} == {TP}
     assert split.held[STEP] < alone.held[STEP]
 
 
-@pytest.mark.parametrize("family", ["llama3", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["llama3", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
 def test_what_ranks_of_context_parallel_compute_alike_counts_once(family: str) -> None:
     """Latent attention expands the whole row's latent on every rank."""
-    alone, split = (of(Cell(ParallelDims(cp=cp), family=family, vocab_size=512)) for cp in (1, 2))
+    cells = (Cell(ParallelDims(cp=cp), family=family, vocab_size=512, changes=TWO_LAYERS) for cp in (1, 2))
+    alone, split = map(of, cells)
     assert split.operations == pytest.approx(alone.operations / 2)
 
 
 def test_a_stage_holds_what_its_schedule_keeps() -> None:
     pipeline = ParallelDims(pp=2)
-    cell = Cell(pipeline, num_microbatches=4, vocab_size=512, changes=(("num_layers", 8),))
+    cell = Cell(pipeline, num_microbatches=4, vocab_size=512, changes=(("num_layers", 4),))
     all_at_once = dataclasses.replace(cell, pipeline=(("pipeline_parallel_schedule", "GPipe"),))
     one_by_one = dataclasses.replace(cell, pipeline=(("pipeline_parallel_schedule", "1F1B"),))
-    assert of(all_at_once).held[STEP] > of(one_by_one).held[STEP]
+    found = of(one_by_one)
+    assert of(all_at_once).held[STEP] > found.held[STEP]
     assert "stage 1" in of(one_by_one, rank=1).where
     fewer = dataclasses.replace(one_by_one, num_microbatches=2)
     assert of(fewer).sent_once[PP, "message"].number == 2
     both_ways = dataclasses.replace(cell, pipeline=(("pipeline_parallel_schedule", "DualPipeV"),))
     assert "stage" in of(both_ways).where  # its list has whole backwards and halves
-    assert of(one_by_one).sent_once == {(PP, "message"): (4, 4 * 2 * 32 * 64 * 4)}  # rows, length, width, bytes
-    assert "received over pp in a step: message" in "\n".join(of(one_by_one).lines())
+    assert found.sent_once == {(PP, "message"): (4, 4 * 2 * 32 * 64 * 4)}  # rows, length, width, bytes
+    assert "received over pp in a step: message" in "\n".join(found.lines())
 
 
-@pytest.mark.parametrize("dims", [ParallelDims(dp_shard=2), ParallelDims(pp=2)], ids=["FSDP-2", "PP-2"])
+@pytest.mark.parametrize(
+    "dims",
+    [ParallelDims(dp_shard=2), pytest.param(ParallelDims(pp=2), marks=pytest.mark.slow)],
+    ids=["FSDP-2", "PP-2"],
+)
 def test_what_is_offloaded_is_held_by_the_host(dims: ParallelDims, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keeping, "SMALLEST", 0)
     gpipe = (("pipeline_parallel_schedule", "GPipe"),)
@@ -181,7 +193,13 @@ def test_what_is_offloaded_is_held_by_the_host(dims: ParallelDims, monkeypatch: 
 
 @pytest.mark.parametrize("dims", [ParallelDims(dp_shard=2), ParallelDims(pp=2)], ids=["FSDP-2", "PP-2"])
 def test_what_rests_on_the_host_is_not_held_by_the_device(dims: ParallelDims) -> None:
-    stay = Cell(dims, num_microbatches=2, vocab_size=512, pipeline=(("pipeline_parallel_schedule", "GPipe"),))
+    stay = Cell(
+        dims,
+        num_microbatches=2,
+        vocab_size=512,
+        changes=(("num_layers", dims.pp),),
+        pipeline=(("pipeline_parallel_schedule", "GPipe"),),
+    )
     before, after = of(stay), of(dataclasses.replace(stay, cpu_offload=True))
     assert after.held.keys() <= {STEP, INPUTS} and after.in_all < before.in_all
     rest = {name: size for name, size in before.held.items() if name not in (STEP, INPUTS)}
@@ -190,7 +208,8 @@ def test_what_rests_on_the_host_is_not_held_by_the_device(dims: ParallelDims) ->
 
 
 def test_a_pipeline_gathers_once_and_sums_gradients_in_the_dtype_of_their_reduction() -> None:
-    cell = Cell(ParallelDims(pp=2, dp_shard=2), BF16, num_microbatches=4, vocab_size=512, ffn_dim=128)
+    dims = ParallelDims(pp=2, dp_shard=2)
+    cell = Cell(dims, BF16, num_microbatches=4, vocab_size=512, ffn_dim=128, changes=TWO_LAYERS)
     found, rows = of(cell), NUM_ROWS // 8 * SEQ_LEN
     shard = found.held["parameters"]  # fp32; gathered in bf16, reduced in fp32
     assert found.sent_once[FSDP, "all_gather_into_tensor"].num_bytes == shard // 2
@@ -202,11 +221,12 @@ def test_a_pipeline_gathers_once_and_sums_gradients_in_the_dtype_of_their_reduct
 
 
 def test_what_stages_gather_and_reduce_once_is_of_the_step() -> None:
-    once = Cell(ParallelDims(pp=2, dp_shard=2), num_microbatches=4, vocab_size=512)
+    once = Cell(ParallelDims(pp=2, dp_shard=2), num_microbatches=4, vocab_size=512, changes=TWO_LAYERS)
     again = dataclasses.replace(once, reshard=Reshard(blocks=True, root=True))
     gathered, reduced = (FSDP, "all_gather_into_tensor"), (FSDP, "reduce_scatter_tensor")
-    assert {gathered, reduced} <= of(once).sent_once.keys() and not of(once).sent
-    assert gathered in of(again).sent and gathered not in of(again).sent_once and reduced in of(again).sent_once
+    kept, freed = of(once), of(again)
+    assert {gathered, reduced} <= kept.sent_once.keys() and not kept.sent
+    assert gathered in freed.sent and gathered not in freed.sent_once and reduced in freed.sent_once
 
 
 @pytest.mark.parametrize(
@@ -214,7 +234,10 @@ def test_what_stages_gather_and_reduce_once_is_of_the_step() -> None:
     [
         ("tensor", "--optimizer.implementation foreach", "optimizer step: passes"),
         pytest.param("pipeline", "", "optimizer step: passes", marks=pytest.mark.slow),
-        ("tensor", "--optimizer.name torch.optim.SGD", "optimizer step: not traced in a dry run"),
+        pytest.param(
+            *("tensor", "--optimizer.name torch.optim.SGD", "optimizer step: not traced in a dry run"),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_the_optimizers_step_is_traced_too_where_it_is_a_graph(
@@ -233,7 +256,7 @@ def test_the_optimizers_step_is_traced_too_where_it_is_a_graph(
 
 @pytest.mark.parametrize(("gib", "said"), [(1e-3, "a rank needs .* the least, activation_checkpoint"), (1.0, "")])
 def test_what_can_not_fit_is_refused(gib: float, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = of(Cell(vocab_size=512))
+    told = of(Cell(vocab_size=512, changes=ONE_LAYER))
     monkeypatch.setattr(devices, "memory_total_gib", lambda: gib)
     asked: list[Recompute] = []
 
@@ -288,6 +311,7 @@ def built(cell: Cell, recompute: Recompute, gib: float | None) -> int:
     return forecast(assembly, build_graphs(assembly), job.Optimizer()).in_all
 
 
+@pytest.mark.slow
 def test_a_forecast_of_another_policy_keeps_its_modules_and_the_jobs_own() -> None:
     init_fake_process_group(1)
     options = ["--job.config_file", "llama3_debug.toml", "--comm.mode", "fake_backend"]
@@ -303,7 +327,7 @@ def test_a_forecast_of_another_policy_keeps_its_modules_and_the_jobs_own() -> No
 
 
 def test_what_the_optimizer_keeps_is_counted_as_it_is_kept() -> None:
-    cell = Cell(vocab_size=512, ffn_dim=128)
+    cell = Cell(vocab_size=512, ffn_dim=128, changes=ONE_LAYER)
     sizes = {name: p.numel() for name, p in build_model(cell).named_parameters()}
     matrices = {name for name in sizes if name.startswith("layers.") and "norm" not in name}
     of_muon, whole = sum(sizes[name] for name in matrices), sum(sizes.values())

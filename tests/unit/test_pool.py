@@ -63,7 +63,7 @@ def warns() -> None:
     warnings.warn("worn out", stacklevel=1)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_rank_runs_the_call_and_results_come_in_rank_order(world_size: int) -> None:
     expected = sum(2.0 * (1.0 + rank) for rank in range(world_size))
     assert run_on(world_size, total_of_ranks, 1.0, scale=2.0) == [expected] * world_size
@@ -100,6 +100,7 @@ def test_an_exception_shows_every_rank_and_the_pool_recovers() -> None:
     assert not set(before) & set(run_on(2, process_id))
 
 
+@pytest.mark.slow
 def test_a_crash_shows_its_exit_code() -> None:
     with pytest.raises(PoolFailed) as failure:
         run_on(2, rank_1_crashes_while_the_others_wait)
@@ -108,6 +109,7 @@ def test_a_crash_shows_its_exit_code() -> None:
     assert run_on(2, total_of_ranks, 0.0) == [1.0, 1.0]
 
 
+@pytest.mark.slow
 def test_a_timeout_shows_where_the_slow_rank_is() -> None:
     with pytest.raises(PoolFailed) as failure:
         run_on(2, rank_0_sleeps, timeout=1)
@@ -124,6 +126,7 @@ def test_workers_that_do_not_start_in_time_are_said(monkeypatch: pytest.MonkeyPa
         run_on(3, total_of_ranks, 0.0)
 
 
+@pytest.mark.slow
 def test_a_result_that_cannot_be_sent_is_an_error() -> None:
     with pytest.raises(PoolFailed, match="pickle"):
         run_on(1, returns_what_cannot_be_sent)

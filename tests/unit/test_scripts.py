@@ -308,7 +308,7 @@ def test_compare_captures_compares_graphs_for_several_lengths(
 
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="Dynamo captures steps from torch 2.13 on")
-@pytest.mark.parametrize("counts", [False, True])
+@pytest.mark.parametrize("counts", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_compare_captures_tells_by_its_exit_code(
     counts: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:

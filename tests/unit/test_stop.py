@@ -68,7 +68,9 @@ def test_workers_die_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("phase", "signals", "code", "said"),
     [
-        ("import", [signal.SIGTERM], 143, "stopped by SIGTERM before the first step"),
+        pytest.param(
+            *("import", [signal.SIGTERM], 143, "stopped by SIGTERM before the first step"), marks=pytest.mark.slow
+        ),
         ("setup", [signal.SIGINT, signal.SIGINT], 130, "stopped by Ctrl-C before the first step"),
         pytest.param(
             *("blocked", [signal.SIGTERM], 143, "stopped by SIGTERM before the first step"), marks=pytest.mark.slow
@@ -81,7 +83,7 @@ def test_a_signal(phase: str, signals: list[signal.Signals], code: int, said: st
     assert (got, output.count(said), output.count("\n")) == (code, 1, 1), output
 
 
-@pytest.mark.parametrize("phase", ["import", "blocked"])
+@pytest.mark.parametrize("phase", ["import", pytest.param("blocked", marks=pytest.mark.slow)])
 def test_a_worker_that_a_signal_ends_has_not_failed_and_tells_its_launcher(
     phase: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -55,7 +55,7 @@ def test_counts_six_operations_per_weight_and_token_and_twelve_per_attended_pair
     assert set(flops.attention) == {"layers.0", "layers.1"}
 
 
-@pytest.mark.parametrize("attn", ["sdpa", "flex", "varlen"])
+@pytest.mark.parametrize("attn", ["sdpa", *(pytest.param(x, marks=pytest.mark.slow) for x in ("flex", "varlen"))])
 def test_values_count_as_wide_as_they_are_not_as_the_keys(attn: str) -> None:
     config = tiny_config(deepseek_v3.FLAVORS["debugmodel"], vocab_size=64)
     with torch.device("meta"):

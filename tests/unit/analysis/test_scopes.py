@@ -75,7 +75,7 @@ def differing(root: Scope, expected: Cost) -> list[str]:
     return wrong + ["parts"] * (total(found[part] for part in PARTS) != expected)
 
 
-@pytest.mark.parametrize("name", CELLS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "experts")) for name in CELLS])
 def test_all_scopes_together_are_the_graph(name: str) -> None:
     gm, costs, _ = built(name)
     seconds = {node.name: i * 1e-7 for i, node in enumerate(gm.graph.nodes) if node.op == "call_function"}

@@ -46,7 +46,7 @@ def inputs(length: int) -> tuple[Any, ...]:
     return *(x.clone().requires_grad_() for x in (q, k, v, bias)), document_mask(length)
 
 
-@pytest.mark.parametrize("traced_at", [40, 16])
+@pytest.mark.parametrize("traced_at", [40, pytest.param(16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("capture", CAPTURES)
 def test_one_graph_serves_several_lengths(capture: str, traced_at: int) -> None:
     """Those that fill the last block, and others; one block, and several."""

@@ -131,8 +131,18 @@ RESULTS: dict[str, tuple[Callable[[Any, Tensor], Any], Callable[[Any, Tensor], T
 }
 
 
-@pytest.mark.parametrize("result", RESULTS)
-@pytest.mark.parametrize("kind", KINDS)
+# How results are put together is one code for all kinds.
+FAST = ("dataclass", "its input")
+
+
+@pytest.mark.parametrize(
+    ("kind", "result"),
+    [
+        pytest.param(kind, result, marks=[pytest.mark.slow] * (kind != "checkpoint" and result not in FAST))
+        for kind in KINDS
+        for result in RESULTS
+    ],
+)
 def test_a_region_may_return_anything(kind: str, result: str) -> None:
     model, (region, use) = net(), RESULTS[result]
 

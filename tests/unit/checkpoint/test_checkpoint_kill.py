@@ -110,7 +110,11 @@ def test_killed_at_a_named_point(point: str, after: bool, tmp_path: Path) -> Non
     assert_usable(tmp_path, {(3, 30.0)} if complete else {(2, 20.0)})
 
 
-@pytest.mark.parametrize("step", [3, 2], ids=["a new step", "a step that is there already"])
+@pytest.mark.parametrize(
+    "step",
+    [3, pytest.param(2, marks=pytest.mark.slow)],
+    ids=["a new step", "a step that is there already"],
+)
 def test_killed_at_every_change_to_the_disk(step: int, tmp_path: Path) -> None:
     outcomes = []
     for number in range(1, 100):

@@ -118,6 +118,7 @@ def test_help_and_dumps_show_only_what_does_something() -> None:
             assert section is None or f"\n{name} = " not in section[1]
 
 
+@pytest.mark.slow
 def test_a_hint_names_only_what_works() -> None:
     """Whatever is mistyped, in one way each: a hint leads to an option, never to a name that is refused in turn."""
     for i, key in enumerate([*OPTIONS, *RENAMED, *UNSUPPORTED]):

@@ -70,8 +70,17 @@ def reference(make_loader) -> list[list[str]]:
     return take([make_loader()], STEPS)
 
 
-@pytest.mark.parametrize(("dp_degree", "num_workers"), [(1, 0), (2, 2), (4, 1)])
-@pytest.mark.parametrize(("dp_degree_after", "num_workers_after"), [(1, 2), (4, 0)])
+@pytest.mark.parametrize(
+    ("dp_degree_after", "num_workers_after", "dp_degree", "num_workers"),
+    [
+        (1, 2, 2, 2),
+        (4, 0, 1, 0),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in ((1, 2, 1, 0), (1, 2, 4, 1), (4, 0, 2, 2), (4, 0, 4, 1))
+        ),
+    ],
+)
 def test_resume_at_another_degree_and_worker_count(
     make_loader, reference, dp_degree, num_workers, dp_degree_after, num_workers_after
 ):

@@ -290,6 +290,7 @@ def pretokenize(*options: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, env=environment)
 
 
+@pytest.mark.slow
 def test_the_script_writes_the_same_shards_with_worker_processes(text, tmp_path):
     run = pretokenize("--dataset_path", str(text), "--out", str(tmp_path / "out"), "--num_workers", "1")
     assert run.returncode == 0, run.stderr

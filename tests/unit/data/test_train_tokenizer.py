@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 from torchtitan_graph.data import load_tokenizer
 
 
@@ -27,6 +29,7 @@ def test_train_on_a_folder(tmp_path):
     assert tokenizer.decode(tokenizer.encode(every_byte)) == every_byte
 
 
+@pytest.mark.slow
 def test_errors_are_one_line(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": 3}\n')
     run = train("--dataset_path", str(tmp_path / "a.jsonl"), "--out", str(tmp_path))

@@ -155,6 +155,7 @@ def places(data: Any) -> list[tuple[Any, Any]]:
 JUNK = [None, True, -1, 0, 2**70, 1e400, "", "os", "sum", [], {}, [[]], {"node": 0}, {"tuple": 1}, {"tensor": -1}]
 
 
+@pytest.mark.slow
 def test_any_field_may_be_anything() -> None:
     """What is read is a step, or an error; a step may have other numbers, but no other names."""
     whole = stored(traced(module()))

@@ -50,6 +50,7 @@ def test_what_is_read_is_what_was_written(two_ranks: None, tmp_path: Path) -> No
     assert names[0] == names[1]
 
 
+@pytest.mark.slow
 def test_a_file_runs_alone(two_ranks: None, tmp_path: Path) -> None:
     path, gm = tmp_path / "final.py", final(ep=1)
     path.write_text(readable(gm))

@@ -91,6 +91,7 @@ def launch(folder: Path, ranks: list[int], world_size: int, node_of: list[str], 
     return [[process.returncode for process in started], outputs[0]]
 
 
+@pytest.mark.slow
 def test_two_nodes_that_are_well(tmp_path: Path) -> None:
     codes, output = launch(tmp_path, [0, 1], 2, ["a", "b"], {})
     assert codes == [0, 0], output

@@ -123,6 +123,7 @@ def pass_through(name: str, flavor: str, folder: Path, out: Path) -> None:
     save_weights(model, family, out)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "flavor"), DEBUG)
 def test_a_layout_changes_nothing(name: str, flavor: str, tmp_path: Path) -> None:
     to_hf(tiny(name, flavor), tmp_path / "first")

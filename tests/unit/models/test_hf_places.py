@@ -305,6 +305,7 @@ def test_too_many_tensors_are_refused(folder: Path, monkeypatch: pytest.MonkeyPa
         Folder(folder)
 
 
+@pytest.mark.slow
 def test_an_index_of_millions_of_names_is_not_read(tmp_path: Path) -> None:
     names = b",".join(b'"%d": "x"' % i for i in range(2_500_000))
     (tmp_path / "model.safetensors.index.json").write_bytes(b'{"weight_map": {' + names + b"}}")

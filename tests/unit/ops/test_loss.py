@@ -186,6 +186,7 @@ def test_torch_can_trace_and_differentiate_it() -> None:
     torch.autograd.gradcheck(lambda x: losses.cross_entropy(x[None], labels_T[None], ONE), logits_TV.requires_grad_())
 
 
+@pytest.mark.slow
 def test_a_kernel_that_is_off_is_found_by_what_check_gpu_compares(monkeypatch: pytest.MonkeyPatch) -> None:
     found = dict(kernels.kernels_off("cpu"))
     names = ["loss", "rotation", "rotation, interleaved", "SwiGLU", "ClampedSwiGLU", "varlen attention"]

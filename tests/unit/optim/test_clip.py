@@ -112,7 +112,9 @@ def test_a_shard_taken_for_the_whole_changes_the_norm() -> None:
     assert abs(norm - full_norm()) > 1e-3
 
 
-@pytest.mark.parametrize("kind", ["equal numbers", "normal", "log-normal"])
+@pytest.mark.parametrize(
+    "kind", [*(pytest.param(kind, marks=pytest.mark.slow) for kind in ("equal numbers", "normal")), "log-normal"]
+)
 def test_forty_million_elements_have_the_norm_that_fp64_gives_however_they_are_cut(kind: str) -> None:
     grad = torch.full((40_000_000,), 0.1)
     if kind != "equal numbers":

@@ -54,6 +54,7 @@ def test_graphs_made_for_other_machines_are_made_again_with_theirs_named(tmp_pat
         ranks_of_ep(f"--compile.precompiled {tmp_path}")
 
 
+@pytest.mark.slow
 def test_tokens_in_float8_go_to_packed_experts_too() -> None:
     """Packed weights have bytes in place of a row's numbers: tokens are as wide as w2's rows are many."""
     words = f"--model.name qwen3 --model.flavor debugmodel_moe --training.seq_len 64 {MACHINES} --model.lora.rank 4"

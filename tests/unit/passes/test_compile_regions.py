@@ -212,7 +212,10 @@ def test_the_first_pattern_that_matches_counts() -> None:
     assert "layers.0 forward" not in tagged(gm)
 
 
-@pytest.mark.parametrize("family", ["llama3", "llama4", "qwen3", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize(
+    "family",
+    ["llama3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama4", "qwen3", "deepseek_v3", "gpt_oss"))],
+)
 def test_a_fusion_is_all_that_its_modules_compute_and_nothing_else(
     family: str, layout_of: Callable[..., Layout]
 ) -> None:
@@ -415,6 +418,7 @@ def test_the_log_says_what_is_compiled(uncompiled: Compiled, caplog: pytest.LogC
 # --- Inductor -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_a_compiled_region_gives_the_same_numbers() -> None:
     gm = cleanup(trace_toy(toy()))
@@ -464,6 +468,7 @@ def test_compiled_regions_give_the_same_bits_in_each_call(monkeypatch: pytest.Mo
         torch.use_deterministic_algorithms(before)
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_a_norm_compiled_in_bf16_gives_the_same_bits_in_forward() -> None:
     with torch.device("meta"):
@@ -476,6 +481,7 @@ def test_a_norm_compiled_in_bf16_gives_the_same_bits_in_forward() -> None:
     assert bitwise(run(gm, inputs), expected)
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_on_a_cpu_the_evaluation_step_compiles_its_flex_attention() -> None:
     gm, inputs = llama(trace_eval_step, seq_len=128)

@@ -53,7 +53,7 @@ def beside(gm: GraphModule, phase: str, start: object) -> list[list[Node]]:
     return [nodes[order[n.args[0]] : order[n]] for n in chosen if meta.phase(n) == phase]  # type: ignore[index]
 
 
-@pytest.mark.parametrize("dp_shard", [1, 2])
+@pytest.mark.parametrize("dp_shard", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_under_tensor_parallelism_weights_gradients_are_made_while_activations_are_summed(
     layout_of: Callable, dp_shard: int
 ) -> None:
@@ -71,7 +71,7 @@ def test_under_tensor_parallelism_weights_gradients_are_made_while_activations_a
     assert estimate(after, costs).exposed["tp"] < estimate(before, costs).exposed["tp"]
 
 
-@pytest.mark.parametrize("family", [deepseek_v3, llama4])
+@pytest.mark.parametrize("family", [pytest.param(deepseek_v3, marks=pytest.mark.slow), llama4])
 def test_rows_travel_to_experts_and_back_beside_shared_ones(layout_of: Callable, family: ModuleType) -> None:
     """Forward: to experts beside as much of the shared ones as it takes; backward: gradients come beside these."""
     gm = graph_on(layout_of(dp_shard=4, ep=2), family, "debugmodel")

@@ -35,7 +35,7 @@ def is_query(node: Node) -> bool:
     [
         (llama3, Recompute(), {"cp": 2}),
         (llama3, Recompute(every=1), {"cp": 2}),
-        (deepseek_v3, Recompute(every=1), {"dp_shard": 2, "cp": 2, "tp": 2}),
+        pytest.param(*(deepseek_v3, Recompute(every=1), {"dp_shard": 2, "cp": 2, "tp": 2}), marks=pytest.mark.slow),
     ],
     ids=["llama3", "llama3-recomputed", "deepseek_v3-recomputed-FSDP-2-x-CP-2-x-TP-2"],
 )

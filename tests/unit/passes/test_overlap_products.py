@@ -40,8 +40,9 @@ def num_whole(gm: GraphModule) -> int:
     return sum(meta.role(n) is None and meta.module(n).startswith("layers.") for n in calls(gm, GATHER, REDUCE_SCATTER))
 
 
-@pytest.mark.parametrize("rows", [1, 2])
-@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize(
+    ("tp", "rows"), [(4, 1), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((2, 1), (2, 2), (4, 2)))]
+)
 def test_products_stand_between_a_start_and_its_wait(layout_of: Callable, tp: int, rows: int) -> None:
     layout = layout_of(tp=tp)
     before, after = (graph_on(layout, is_on, rows) for is_on in (False, True))
@@ -55,6 +56,7 @@ def test_products_stand_between_a_start_and_its_wait(layout_of: Callable, tp: in
     assert peak_memory(after).num_bytes <= peak_memory(before).num_bytes
 
 
+@pytest.mark.slow
 def test_latent_attention_and_dense_layers_are_cut_too(layout_of: Callable) -> None:
     layout = layout_of(tp=2)
     before, after = (num_whole(graph_on(layout, is_on, family=deepseek_v3)) for is_on in (False, True))

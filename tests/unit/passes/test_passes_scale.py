@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 from torch.fx import GraphModule
 from toy import blocks, toy, trace_toy
 
@@ -43,6 +44,7 @@ def work(layout: Any, num_layers: int) -> dict[str, int]:
     return counts
 
 
+@pytest.mark.slow
 def test_twice_the_layers_are_twice_the_work(layout_of: Callable) -> None:
     layout = layout_of(dp_shard=2)
     small, large = work(layout, 16), work(layout, 32)

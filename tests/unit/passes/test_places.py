@@ -60,7 +60,12 @@ def graphs_of(cell: Cell) -> list[tuple[str, dict[Node, tuple]]]:
     return found
 
 
-@pytest.mark.parametrize("name", CELLS)
+FAST = ("llama3", "away", "qwen3", "gpt_oss")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in FAST else [pytest.mark.slow]) for name in CELLS]
+)
 def test_no_node_is_left_without(name: str) -> None:
     known: set[str] = {"forward", "backward", meta.RECOMPUTED}
     for passed, nodes in graphs_of(CELLS[name]):

@@ -33,7 +33,13 @@ def described(gm: GraphModule) -> list[str]:
     return [f"{node.name} {node.target} {node.args}" for node in gm.graph.nodes]
 
 
-@pytest.mark.parametrize("degrees", [{"dp_shard": 2, "ep": 2}, {"tp": 2}, {"dp_shard": 4, "ep": 2}])
+@pytest.mark.parametrize(
+    "degrees",
+    [
+        {"dp_shard": 2, "ep": 2},
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ({"tp": 2}, {"dp_shard": 4, "ep": 2})),
+    ],
+)
 def test_a_layer_is_computed_again_beside_the_one_above_it(degrees: dict[str, int], layout_of: Callable) -> None:
     layout = layout_of(**degrees)
     before, after = (graph_on(layout, disabled) for disabled in (("recompute_ahead",), ()))

@@ -49,7 +49,7 @@ def test_it_only_writes_tags_and_all_of_it_is_as_without() -> None:
     assert tags(tagged(Budget(1.0))) == tags(tagged(None))
 
 
-@pytest.mark.parametrize("fraction", [0.0, 0.3, 0.6, 1.0])
+@pytest.mark.parametrize("fraction", [0.3, *(pytest.param(part, marks=pytest.mark.slow) for part in (0.0, 0.6, 1.0))])
 def test_a_step_keeps_its_numbers_and_holds_what_was_rehearsed(fraction: float) -> None:
     expected = run_toy(cleanup(trace_toy(toy(LAYERS), rows=ROWS)), ROWS)
     gm = tagged(Budget(fraction))
@@ -66,6 +66,7 @@ def test_less_memory_costs_more_products() -> None:
     assert found[0].flops == 0 < found[-1].flops and found[-1].peak < found[0].peak
 
 
+@pytest.mark.slow
 def test_what_is_given_in_bytes_is_met_by_no_more_than_is_needed() -> None:
     points = curve_of(tagged(Budget(0.0))).points
     between = (points[0].peak + min(point.peak for point in points)) // 2
@@ -90,7 +91,7 @@ def test_a_stage_counts_every_microbatch_in_flight() -> None:
     assert three.kept == one.kept and three.peak == one.peak + 2 * one.kept
 
 
-@pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("fraction", [0.5, *(pytest.param(part, marks=pytest.mark.slow) for part in (0.0, 1.0))])
 def test_what_lies_in_the_hosts_memory_meanwhile_is_rehearsed(fraction: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keeping, "SMALLEST", 0)
     expected, names = run_toy(cleanup(trace_toy(toy(LAYERS), rows=ROWS)), ROWS), blocks(LAYERS)

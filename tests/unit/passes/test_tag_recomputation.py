@@ -130,7 +130,9 @@ def holds_and_gives(recompute: Recompute) -> tuple[int, list]:
     return peak_memory(gm).num_bytes, run_toy(gm, 64)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode", [pytest.param(name, marks=[pytest.mark.slow] * (name in ("none", "full"))) for name in MODES]
+)
 def test_what_is_named_changes_what_is_held_and_no_bit(mode: str) -> None:
     peak, expected = holds_and_gives(MODES[mode])
     saving, found = holds_and_gives(named(MODES[mode], save="layers.*", num_layers=6))

@@ -88,7 +88,10 @@ def test_tensor_parallel_sends_two_gathers_and_two_sums_a_block_and_direction(la
 
 @pytest.mark.parametrize(
     ("family", "width"),
-    [("llama3", 2 * 2 * 16), ("deepseek_v3", 24 + 8)],  # keys and values of two heads; a latent and a rotated key
+    [
+        ("llama3", 2 * 2 * 16),  # keys and values of two heads
+        pytest.param("deepseek_v3", 24 + 8, marks=pytest.mark.slow),  # a latent and a rotated key
+    ],
 )
 def test_context_parallel_gathers_keys_and_values_once_a_block(layout_of, family: str, width: int) -> None:
     """As a ring would: each rank must see the others' once, and in backward get the others' gradients of its own."""
@@ -98,7 +101,13 @@ def test_context_parallel_gathers_keys_and_values_once_a_block(layout_of, family
     assert found[CP] == {"all_gather_into_tensor": 3 * of_rank, "reduce_scatter_tensor": 3 * of_rank}
 
 
-@pytest.mark.parametrize("dims", [ParallelDims(dp_shard=4, ep=2), ParallelDims(dp_shard=2, tp=2, ep=2, etp=2)])
+@pytest.mark.parametrize(
+    "dims",
+    [
+        ParallelDims(dp_shard=4, ep=2),
+        pytest.param(ParallelDims(dp_shard=2, tp=2, ep=2, etp=2), marks=pytest.mark.slow),
+    ],
+)
 def test_expert_parallel_sends_each_row_there_and_back(layout_of, dims: ParallelDims) -> None:
     """In each direction, on the mean of all routings. A token both of whose experts lie on one rank travels twice,
     more than it must: each copy comes back as a row of its own, and is weighed where it came from. Each rank also says

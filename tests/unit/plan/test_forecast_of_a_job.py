@@ -53,7 +53,10 @@ def jobs() -> Callable[[str], BuiltJob]:
     return get
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name",
+    ["one", "FSDP-2 TP-2", pytest.param("PP-3", marks=pytest.mark.slow)],  # each builds its job again
+)
 def test_memory_is_what_a_dry_run_says(name: str, jobs: Callable[[str], BuiltJob]) -> None:
     world_size, words = LAYOUTS[name]
     plan = simulate(found := jobs(name), by_rates(found, H100), H100)
@@ -212,6 +215,7 @@ def test_messages_are_waited_for() -> None:
     assert several.ends(seconds, lambda action: 10.0 if action.kind == "SEND_F" else 0.0)[1] == 1 + 4 * (10 + 1) + 2
 
 
+@pytest.mark.slow
 def test_stages_that_are_alike_are_built_once_and_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["--model.name", "deepseek_v3", "--parallelism.pipeline_parallel_degree", "4"]
     words += ["--parallelism.expert_parallel_degree", "2", "--training.global_batch_size", "4"]

@@ -63,7 +63,8 @@ def least_peak(num_ranks: int, words: list[str], folder: Path, most: float) -> i
     return min(peaks)
 
 
-@pytest.mark.parametrize("name", ["FSDP-2", *(pytest.param(name, marks=pytest.mark.slow) for name in [*CELLS][1:])])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CELLS)
 def test_the_peak_of_real_ranks_is_the_one_told(name: str, tmp_path: Path) -> None:
     words = CELLS[name].split()
     num_ranks = NUM_RANKS[name]

@@ -33,6 +33,9 @@ def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replaying, "_MOST_CALLS", 1)
 
 
+FAST = ("llama3", "gpt_oss")  # tensor parallelism; experts and flex attention
+
+
 def graph(cell: Cell) -> GraphModule:
     init_fake_process_group(cell.dims.num_ranks)
     try:
@@ -44,7 +47,10 @@ def graph(cell: Cell) -> GraphModule:
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("family", family_names())
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(name, marks=[] if name in FAST else [pytest.mark.slow]) for name in family_names()],
+)
 def test_every_operator_of_a_family_runs_on_made_up_numbers(family: str) -> None:
     dims = ParallelDims(dp_shard=2, ep=2) if family in ("deepseek_v3", "gpt_oss", "llama4") else ParallelDims(tp=2)
     gm = graph(Cell(dims, family=family, attn="flex" if family == "gpt_oss" else "sdpa"))

@@ -365,6 +365,7 @@ def test_a_pipeline_is_legal_whatever_is_shared_without_one() -> None:
 # --- the real thing ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_few_layers_tell_all_and_the_best_is_the_best_of_all_built_whole() -> None:
     words = ["--comm.mode", "fake_backend", "--training.seq_len", "64", "--training.global_batch_size", "2"]
     words += ["--training.local_batch_size", "1", "--parallelism.tensor_parallel_degree", "2"]

@@ -22,6 +22,7 @@ NAMES = ("deepseek_v3_16b", "deepseek_v3_236b", "deepseek_v3_671b", "gpt_oss_20b
 H100 = RATES["H100"]
 HEADROOM = 0.1  # of the memory, that a neighbour must leave free
 FASTER = 1.05
+SHARE = 1 / 16  # of activations that are kept: what a search tries
 WAITS_FOR_EXPERTS = ("ep", "ep_far", "ep_near")
 
 
@@ -63,8 +64,11 @@ def steps_from(config: JobConfig, world: int) -> Iterator[dict[str, Any]]:
         key = "parallelism.pipeline_parallel_microbatch_size" if degree("pipeline") > 1 else "training.local_batch_size"
         if (size := get(config, key) * factor) >= 1:
             yield {key: int(size)}
-    for mode, option in (("full", "op"), ("selective", "2"), ("selective", "op")):
+    for mode, option in (("none", "op"), ("full", "op"), ("selective", "2"), ("selective", "op")):
         yield {"activation_checkpoint.mode": mode, "activation_checkpoint.selective_ac_option": option}
+    if config.activation_checkpoint.mode == "memory_budget":
+        for step in (-SHARE, SHARE):
+            yield {"activation_checkpoint.memory_budget": min(1.0, config.activation_checkpoint.memory_budget + step)}
     yield {"parallelism.expert_exchange": "direct"}
     yield {"parallelism.expert_exchange": "by_machine"}
     yield {"parallelism.overlap_microbatches": not config.parallelism.overlap_microbatches}

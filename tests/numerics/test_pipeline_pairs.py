@@ -11,7 +11,7 @@ from pool import run_on
 from torchtitan_graph.parallel.dispatch import Exchange
 from torchtitan_graph.parallel.layout import ParallelDims
 from torchtitan_graph.parallel.pipeline import Stage
-from torchtitan_graph.parallel.recompute import Recompute
+from torchtitan_graph.parallel.recompute import Budget, Recompute
 
 PAIRS = (("pipeline_parallel_schedule", "DualPipeV"), ("overlap_microbatches", True))
 PP2, PP2_EP2 = ParallelDims(pp=2), ParallelDims(pp=2, dp_shard=2, ep=2)
@@ -43,6 +43,7 @@ def off(cell: Cell) -> list[str]:
         Cell(PP2, BF16, num_microbatches=8, **DEEP, **FULL),
         slow(PP2_EP2, BF16, num_microbatches=4, **QWEN, **FULL),
         slow(PP2_EP2, BF16, num_microbatches=4, family="deepseek_v3", **DEEP),
+        slow(PP2_EP2, BF16, num_microbatches=4, **QWEN, recompute=Recompute(budget=Budget(0.25))),
         slow(PP2_EP2, BF16, num_microbatches=4, family="gpt_oss", **DEEP),
         slow(PP2_EP2, BF16, num_microbatches=4, family="llama4", **DEEP, **FULL),
         slow(dataclasses.replace(PP2_EP2, ep_near=1), BF16, num_microbatches=4, exchange=Exchange(False, True), **QWEN),

@@ -163,9 +163,11 @@ def _rewrite(traced: Traced, assembly: Assembly, *, makes_code: bool) -> tuple[P
 
 
 def _with_choices(traced: Traced, assembly: Assembly) -> Assembly:
-    """Return what steps are built from with what `auto` chooses in place of it: of what may be done once a step, the
-    first that fits into the memory of all ranks; with it pairs, if they fit too and are faster by the estimate. All ranks
-    call it together."""
+    """Return what steps are built from, with what `auto` chooses in place of it. All ranks call it together.
+
+    Of what may be done once a step, it is the first that fits into the memory of all ranks; with it pairs, if they fit
+    too and are faster by the estimate.
+    """
     options, allowed = assembly.options, allowed_gib(assembly.options)
     if AUTO not in (options.once, options.pairs):
         return assembly

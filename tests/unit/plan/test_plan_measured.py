@@ -26,10 +26,16 @@ CELLS = {
     "pairs in a pipeline": TINY.format("llama3")
     + " --parallelism.pipeline_parallel_degree 2 --training.seq_len 256 --training.local_batch_size 8"
     + " --parallelism.pipeline_parallel_schedule DualPipeV --parallelism.overlap_microbatches",
-    "pairs in a pipeline of experts, recomputed": TINY.format("deepseek_v3 --parallelism.expert_parallel_degree 2")
-    + " --parallelism.pipeline_parallel_degree 2 --training.seq_len 256 --training.local_batch_size 8"
-    + " --parallelism.pipeline_parallel_schedule DualPipeV --parallelism.overlap_microbatches"
-    + " --activation_checkpoint.mode full",
+    **{
+        f"pairs in a pipeline of experts, {what}": TINY.format("deepseek_v3 --parallelism.expert_parallel_degree 2")
+        + " --parallelism.pipeline_parallel_degree 2 --training.seq_len 256 --training.local_batch_size 8"
+        + " --parallelism.pipeline_parallel_schedule DualPipeV --parallelism.overlap_microbatches"
+        + f" --activation_checkpoint.mode {mode}"
+        for what, mode in (
+            ("recomputed", "full"),
+            ("a share kept", "memory_budget --activation_checkpoint.memory_budget 0.25"),
+        )
+    },
     **{
         f"experts by machine, {sums}{name}": TINY.format("deepseek_v3")
         + " --training.seq_len 128 --training.local_batch_size 4 --parallelism.expert_parallel_degree 4"

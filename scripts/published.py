@@ -113,7 +113,7 @@ _IN_FLOAT8 = (
     " --quantize.linear.float8.filter_fqns output --quantize.linear.float8.recipe_name rowwise_with_gw_hp"
     " --quantize.grouped_mm.float8.recipe_name rowwise_with_gw_hp --parallelism.exchange_dtype float8"
 )
-_SECOND = "--activation_checkpoint.mode selective --activation_checkpoint.selective_ac_option 2"
+_KEPT = "--activation_checkpoint.mode memory_budget --activation_checkpoint.memory_budget"
 _PIPE: dict[str, Any] = {"schedule": "DualPipeV"}
 _BOARD, _LONG = "H100_500W", ((32768, 1), (65536, 2), (131072, 4), (262144, 8))
 _ALL = (FULL, COMPILED, FLOAT8)
@@ -144,17 +144,17 @@ FIGURES = (
     Published("H200", "8B", 64, 2, 8192, (OP, COMPILED, FLOAT8), 10753, 46.97),
     # Experts, in float8 where it is said.
     Published("H800", "671B", 2048, 120, 4096, (), 1543, pp=16, microbatches=120, family="deepseek_v3",
-              own=f"{_PAIRS} 32 {_ROUNDED} {_IN_FLOAT8} {_SECOND}", **_PIPE),
+              own=f"{_PAIRS} 16 {_ROUNDED} {_IN_FLOAT8} {_KEPT} 0.42", **_PIPE),
     Published("H800", "671B", 2048, 120, 4096, (), 1543, pp=16, microbatches=120, family="deepseek_v3",
-              own=f"{_PAIRS} 32 {_ROUNDED} {_SECOND}", **_PIPE),
-    Published("H100", "671B", 1024, 128, 4096, (FULL,), 865, pp=16, microbatches=128, family="deepseek_v3",
-              own=f"{_PAIRS} 16", **_PIPE),
+              own=f"{_PAIRS} 16 {_ROUNDED} {_KEPT} 0.42", **_PIPE),
+    Published("H100", "671B", 1024, 128, 4096, (), 865, pp=16, microbatches=128, family="deepseek_v3",
+              own=f"{_PAIRS} 16 {_KEPT} 0.5", **_PIPE),
     Published("H100", "30B-A3B", 8, 64, 4096, (FULL,), 12040, family="qwen3",
               own=f"--training.local_batch_size 4 {_PAIRS} 8"),
-    Published("H100", "235B-A22B", 256, 64, 4096, (FULL,), 1575, pp=16, microbatches=64, family="qwen3",
-              own=f"{_PAIRS} 8", **_PIPE),
-    Published("H100", "120b", 64, 64, 4096, (FULL,), 7626, pp=4, microbatches=32, family="gpt_oss",
-              own=f"{_PAIRS} 8", **_PIPE),
+    Published("H100", "235B-A22B", 256, 64, 4096, (), 1575, pp=16, microbatches=64, family="qwen3",
+              own=f"{_PAIRS} 8 {_KEPT} 0.5", **_PIPE),
+    Published("H100", "120b", 64, 64, 4096, (), 7626, pp=4, microbatches=32, family="gpt_oss",
+              own=f"{_PAIRS} 8 {_KEPT} 0.4375", **_PIPE),
 )  # fmt: skip
 
 

@@ -145,10 +145,16 @@ def _shallow(layers: int, config: JobConfig, world_size: int, target: Target) ->
 
 
 def best_toml(of: Search, best: JobCandidate) -> str:
-    """Return the best configuration as a TOML file that trains unchanged: the differences from the defaults."""
+    """Return the best configuration as a TOML file that trains unchanged: the differences from the defaults, below
+    where they come from."""
     config = of.configured(best.settings)
     config.comm = dataclasses.replace(of.config.comm, mode="default")
-    return dump_changes(config)
+    assert best.figures is not None
+    return (
+        f"# Found by python -m torchtitan_graph.plan --search for {of.world_size} ranks: {best}.\n"
+        f"# By the forecast {best.figures.step_s:.4g} s a step, {best.figures.peak / GIB:.4g} GiB.\n"
+        f"{dump_changes(config)}"
+    )
 
 
 def lines(of: Search, found: Found) -> list[str]:

@@ -389,7 +389,8 @@ def test_the_best_is_a_file_that_loads_and_trains_as_it_is(tmp_path: Path) -> No
     of = search(120.0, varied=("tp", "rows"))
     found = of.run()
     path = tmp_path / "best.toml"
-    path.write_text(find.best_toml(of, found.best))
+    path.write_text(text := find.best_toml(of, found.best))
+    assert text.startswith(f"# Found by python -m torchtitan_graph.plan --search for 4 ranks: {found.best}.\n")
     config = load(["--job.config_file", str(path)])
     assert config.comm.mode == "default"
     assert {key: get(config, key) for key in found.best.settings} == dict(found.best.settings)

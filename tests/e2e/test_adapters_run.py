@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import REPOSITORY, digest, run_script, saved, train
+from runs import EAGER, REPOSITORY, digest, run_script, saved, train
 from safetensors.torch import load_file
 
 from torchtitan_graph.models import llama3
@@ -39,7 +39,7 @@ def run(base: Path, folder: Path, *options: str, ranks: int = 2) -> str:
 def whole(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Four steps of FSDP on two ranks."""
     folder = tmp_path_factory.mktemp("whole")
-    output = run(base, folder, "--training.steps", "4", *EXPORTS)
+    output = run(base, folder, "--training.steps", "4", *EXPORTS, *EAGER)
     assert "model.lora: 10 weights have adapters of rank 4, 2,560 parameters; all else is frozen" in output
     return folder
 
@@ -71,7 +71,7 @@ def test_the_exports_are_the_base_plus_the_adapters(base: Path, whole: Path) -> 
 
 
 def test_an_adapter_starts_another_run_in_another_layout(base: Path, whole: Path, tmp_path: Path) -> None:
-    still = ("--training.steps", "1", "--optimizer.lr", "0")
+    still = ("--training.steps", "1", "--optimizer.lr", "0", *EAGER)
     adapter = whole / "checkpoint" / "step-4-adapter"
     output = run(base, tmp_path, *still, "--checkpoint.initial_load_adapter", str(adapter), ranks=1)
     assert f"loaded the adapter of {adapter}" in output

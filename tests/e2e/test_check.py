@@ -77,6 +77,7 @@ def test_a_parameter_without_a_role(write_family, capsys: pytest.CaptureFixture[
     assert "the plan gives no role to layers.0.feed_forward.w3.weight" in output
 
 
+@pytest.mark.slow
 def test_a_layer_that_every_rank_adds_in_full(write_family) -> None:
     """Graph and eager agree on it; one rank and two do not."""
     name = write_family("sum", "PLAN = PLAN | {k: {'tp': 'replicate'} for k in PLAN if 'feed_forward.w' in k}")

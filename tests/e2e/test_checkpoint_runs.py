@@ -11,6 +11,7 @@ from runs import Result, numbers, records, saved, saved_steps, train
 from torchtitan_graph.checkpoint.folder import find_damage, find_problem
 
 
+@pytest.mark.slow
 def test_saving_in_a_thread_changes_no_bit(reference: tuple[Path, Result], tmp_path: Path) -> None:
     options = ["--job.dump_folder", str(tmp_path), "--checkpoint.keep_latest_k", "0"]
     code, output = train(*options, "--checkpoint.async_mode", "async_with_pinned_mem", ranks=2)

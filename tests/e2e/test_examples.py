@@ -47,6 +47,7 @@ def test_from_hugging_face(tmp_path: Path) -> None:
     assert all(torch.equal(value, written[name]) for name, value in model.state_dict().items())
 
 
+@pytest.mark.slow
 def test_own_model(tmp_path: Path) -> None:
     train_example("own_model", tmp_path, NO_VALIDATION)
 
@@ -66,6 +67,7 @@ def test_own_operator(tmp_path: Path) -> None:
     train_example("own_operator", tmp_path, NO_VALIDATION)
 
 
+@pytest.mark.slow
 def test_own_pass(tmp_path: Path) -> None:
     train_example("own_pass", tmp_path, "")
 

@@ -38,6 +38,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder / "run.toml")
 
 
+@pytest.mark.slow
 def test_stopped_and_resumed(config: str, tmp_path: Path) -> None:
     runs = {"whole": [[]], "stopped": [["--training.steps", "2"], []]}
     for name, parts in runs.items():

@@ -40,6 +40,7 @@ def test_no_parameter_is_touched(optimizer: str, tmp_path: Path) -> None:
     assert run_on(2, after_one_step, tmp_path, "my_models.infinite", optimizer) == [(True, False)] * 2
 
 
+@pytest.mark.slow
 def test_a_step_that_is_taken_is_seen(tmp_path: Path) -> None:
     """Negative control."""
     assert run_on(2, after_one_step, tmp_path, "my_models.tiny", "fused") == [(False, True)] * 2

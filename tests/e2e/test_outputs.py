@@ -9,7 +9,7 @@ import zlib
 from pathlib import Path
 
 import pytest
-from runs import REPOSITORY, Result, numbers, records, train
+from runs import EAGER, REPOSITORY, Result, numbers, records, train
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from torchtitan_graph.analysis.measured import find_trace, measured
@@ -108,7 +108,7 @@ def test_what_was_measured_stands_beside_the_estimates(
 
 def test_resolved_configuration_gives_the_same_run_again(tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
-    options = ["--optimizer.lr", "3e-3", "--debug.seed", "7", "--training.steps", "2", "--checkpoint.no-enable"]
+    options = ["--optimizer.lr", "3e-3", "--debug.seed", "7", "--training.steps", "2", "--checkpoint.no-enable", *EAGER]
     code, output = train("--job.dump_folder", str(first), *options)
     assert code == 0, output
     code, output = train("--job.config_file", str(first / "config.toml"), "--job.dump_folder", str(second))
@@ -135,6 +135,7 @@ PASSES = [each.name for each in passes(PassPlan({}, (), ()))]
 PASSES.insert(PASSES.index("mixed_precision") + 1, OWN)
 
 
+@pytest.mark.slow
 def test_every_pass_is_verified(inspected: tuple[Path, Result]) -> None:
     code, output = inspected[1]
     assert code == 0, output
@@ -143,12 +144,14 @@ def test_every_pass_is_verified(inspected: tuple[Path, Result]) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_the_log_has_a_table_of_the_passes(inspected: tuple[Path, Result]) -> None:
     output = inspected[1].output
     rows = output[output.index("training step: passes\n") :].splitlines()[1 : len(PASSES) + 4]
     assert [row.split()[0] for row in rows] == ["pass", "traced", *PASSES, "all"]
 
 
+@pytest.mark.slow
 def test_every_graph_is_dumped(inspected: tuple[Path, Result]) -> None:
     for folder, expected in ((inspected[0], PASSES), (inspected[0] / "optimizer", UPDATE)):
         names = [path.stem for path in sorted(folder.glob("*.py"))]
@@ -166,24 +169,28 @@ def operators(lines: list[str]) -> dict[str, str]:
     return {value[0]: value[1].partition("(")[0] for value in values if len(value) == 2}
 
 
+@pytest.mark.slow
 def test_two_dumps_differ_by_what_the_pass_did(inspected: tuple[Path, Result]) -> None:
     before, after = (operators(dumped(inspected, name)) for name in ("shard_params", "mixed_precision"))
     assert before.items() <= after.items()
     assert {after[value] for value in after.keys() - before.keys()} == {"aten._to_copy.default"}
 
 
+@pytest.mark.slow
 def test_a_pass_of_ones_own_takes_its_place(inspected: tuple[Path, Result]) -> None:
     before, after = (dumped(inspected, name) for name in ("mixed_precision", "my_passes.swap_sums"))
     changed = [line for line in after if line not in before]
     assert changed and all("aten.add.Tensor(" in line for line in changed)
 
 
+@pytest.mark.slow
 def test_a_policy_changes_nothing_but_tags(inspected: tuple[Path, Result]) -> None:
     before, after = (dumped(inspected, name) for name in ("merge_equal", "tag_resharding"))
     assert before != after
     assert [line.partition("  #")[0] for line in before] == [line.partition("  #")[0] for line in after]
 
 
+@pytest.mark.slow
 def test_a_pass_with_nothing_to_do_leaves_the_dump_as_it_is(inspected: tuple[Path, Result]) -> None:
     assert dumped(inspected, "offload_activations") == dumped(
         inspected, "bucket_collectives"

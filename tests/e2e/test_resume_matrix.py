@@ -103,6 +103,7 @@ def test_goes_on_in_other_layouts(saved: str, layouts: list[str], tmp_path: Path
             assert not wrong, f"{saved} to {layout}, rank {rank}"
 
 
+@pytest.mark.slow
 def test_the_comparison_sees_another_position_and_another_step(tmp_path: Path) -> None:
     """Negative control."""
     (two,) = run_on(1, train_two_steps, "one rank", tmp_path)

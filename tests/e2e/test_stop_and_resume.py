@@ -1,7 +1,9 @@
 """A run that was stopped, in any way, and resumed, is the run that never stopped."""
 
+import functools
 import shutil
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import patched_train
@@ -14,10 +16,10 @@ IN_GRAPH = ["--compile.optimizer_in_graph"]
 
 
 @pytest.fixture(scope="module")
-def killed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A run in each mode that was killed in the midst of its fourth step; the last save was after the second."""
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Give a run in a mode that was killed in the midst of its fourth step; the last save was after the second."""
     options = {"graph": IN_GRAPH, "eager": []}
-    return {mode: kill_in_step_4(tmp_path_factory.mktemp(mode), mode, *own) for mode, own in options.items()}
+    return functools.cache(lambda mode: kill_in_step_4(tmp_path_factory.mktemp(mode), mode, *options[mode]))
 
 
 def kill_in_step_4(folder: Path, mode: str, *options: str) -> Path:
@@ -37,11 +39,11 @@ def kill_in_step_4(folder: Path, mode: str, *options: str) -> Path:
     ids=lambda mode: mode,
 )
 def test_killed_in_mid_step(
-    first: str, then: str, killed: dict[str, Path], reference: tuple[Path, Result], tmp_path: Path
+    first: str, then: str, killed: Callable[[str], Path], reference: tuple[Path, Result], tmp_path: Path
 ) -> None:
     """The optimizer's step is in the graph of the run that is killed, and not in that which goes on; or the reverse."""
     folder = tmp_path / "run"
-    shutil.copytree(killed[first], folder)
+    shutil.copytree(killed(first), folder)
     own = IN_GRAPH if (first, then) == ("eager", "graph") else []
     code, output = train("--job.dump_folder", str(folder), "--compile.mode", then, *own, ranks=2)
     assert code == 0, output

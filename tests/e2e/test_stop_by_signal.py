@@ -14,8 +14,9 @@ def status(folder: Path) -> dict:
     return json.loads((folder / "status.json").read_text())
 
 
-def test_run_that_a_signal_stopped_goes_on_bitwise(reference: tuple[Path, Result], tmp_path: Path) -> None:
-    options = ["--job.dump_folder", str(tmp_path)]
+@pytest.mark.parametrize("mode", ["eager", pytest.param("graph", marks=pytest.mark.slow)])
+def test_run_that_a_signal_stopped_goes_on_bitwise(mode: str, reference: tuple[Path, Result], tmp_path: Path) -> None:
+    options = ["--job.dump_folder", str(tmp_path), "--compile.mode", mode]
     code, output = train(
         *options, "--checkpoint.last_save_model_only", ranks=2, patch=patched_train.signal_in_step_3, SIGNAL="SIGUSR1"
     )

@@ -7,7 +7,7 @@ import pytest
 from runs import EAGER, evaluate, numbers, records, saved, saved_steps, train
 
 
-@pytest.mark.parametrize("mode", ["graph", pytest.param("eager", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", ["eager", pytest.param("graph", marks=pytest.mark.slow)])
 def test_a_run_is_bitwise_the_same_with_and_without_it(mode: str, tmp_path: Path) -> None:
     for name, options in {"with": ["--validation.enable", "--validation.freq", "1"], "without": []}.items():
         options += ["--compile.mode", mode, "--training.steps", "3"]
@@ -48,9 +48,10 @@ def corpus(tmp_path: Path) -> Path:
     return folder
 
 
-def test_the_loss_is_that_of_the_split_on_any_number_of_ranks(corpus: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["eager", pytest.param("graph", marks=pytest.mark.slow)])
+def test_the_loss_is_that_of_the_split_on_any_number_of_ranks(mode: str, corpus: Path, tmp_path: Path) -> None:
     alone = split_loss(tmp_path / "alone", 1, corpus)
-    assert split_loss(tmp_path / "shared", 2, corpus) == pytest.approx(alone, rel=1e-6)
+    assert split_loss(tmp_path / "shared", 2, corpus, "--compile.mode", mode) == pytest.approx(alone, rel=1e-6)
     assert split_loss(tmp_path / "part", 1, corpus, "--validation.steps", "1", *EAGER) != pytest.approx(alone, rel=1e-6)
 
 
@@ -126,6 +127,7 @@ def test_a_run_without_improvement_ends_and_keeps_its_best_also_when_it_is_resum
     assert best == {"metric": "validation_loss", "step": 1, "value": records(tmp_path / "whole")[1]["validation_loss"]}
 
 
+@pytest.mark.slow
 def test_a_run_that_has_ended_for_want_of_patience_does_nothing_when_started_again(tmp_path: Path) -> None:
     options = ["--job.dump_folder", str(tmp_path), *PATIENT, "--training.steps", "9"]
     options += ["--checkpoint.last_save_model_only"]  # from that alone training couldn't go on

@@ -63,7 +63,7 @@ def off(cell: Cell, roles=None) -> list[str]:
 @pytest.mark.parametrize(
     "cell",
     [
-        Cell(FSDP2, BF16, freeze=FROZEN, num_steps=3),
+        slow(FSDP2, BF16, freeze=FROZEN, num_steps=3),
         Cell(FSDP2, BF16, lora=LORA, num_microbatches=2, num_steps=3, **ONE_LAYER),
         slow(FSDP2, BF16, lora=LORA, num_microbatches=2, num_steps=3),
         slow(TP2, BF16, lora=LORA, num_steps=3),
@@ -90,7 +90,7 @@ def test_a_lost_reduction_of_an_adapter_is_seen():
     "cell",
     [
         Cell(TP2, FP64, lora=LORA, num_steps=3, **ONE_LAYER),
-        Cell(EP2, FP64, **MOE, **ONE_LAYER),
+        slow(EP2, FP64, **MOE, **ONE_LAYER),
         slow(TP2, FP64, lora=LORA, num_steps=3),
         slow(EP2, FP64, **MOE),
         slow(FSDP2, FP64, lora=LORA),

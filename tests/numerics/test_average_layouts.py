@@ -77,6 +77,7 @@ def test_modes_agree(layout: str) -> None:
     assert run_on(dims.num_ranks, modes_that_differ, cell_of(layout, FP32)) == [[]] * dims.num_ranks
 
 
+@pytest.mark.slow
 @EACH
 def test_each_layout_is_one_rank(layout: str) -> None:
     cell = cell_of(layout, FP64)

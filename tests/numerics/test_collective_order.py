@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 
 import pytest
-from matrix import BF16, FSDP2, LAYOUTS, TP2, Cell, fake_layout
+from matrix import BF16, FSDP2, LAYOUTS, ONE_LAYER, TP2, Cell, fake_layout
 from torch.fx import GraphModule
 
 from torchtitan_graph.check.matrix import final_graphs
@@ -78,7 +78,12 @@ def test_data_parallel_ranks_have_the_same_graph(cell):
             if dims.tp > 1
         ],
         pytest.param(Cell(TP2, BF16, loss_parallel=False), id="TP-2-gathered-logits", marks=pytest.mark.slow),
-        pytest.param(Cell(ParallelDims(tp=2, ep=2), BF16, "deepseek_v3", recompute=Recompute(every=1)), id="TP-2-EP-2"),
+        pytest.param(Cell(TP2, BF16, **ONE_LAYER), id="TP-2-one-layer"),
+        pytest.param(
+            Cell(ParallelDims(tp=2, ep=2), BF16, "deepseek_v3", recompute=Recompute(every=1)),
+            id="TP-2-EP-2",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             Cell(ParallelDims(tp=2, ep=2), BF16, "deepseek_v3", **SHARED),
             id="TP-2-EP-2 in pairs",

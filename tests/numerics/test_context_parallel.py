@@ -35,9 +35,9 @@ OF_ROWS = AuxiliaryLoss(load_balance=0.1, by_sequence=True)
 OF_BATCH = AuxiliaryLoss(load_balance=0.1, router_z=0.01)
 FAST = {
     "CP-2-one-layer": Cell(CP2, FP64, **ONE_LAYER),
-    "CP-2-deepseek_v3-one-layer": Cell(CP2, FP64, "deepseek_v3", num_microbatches=2, **ONE_LAYER),
 }
 SLOW = {
+    "CP-2-deepseek_v3-one-layer": Cell(CP2, FP64, "deepseek_v3", num_microbatches=2, **ONE_LAYER),
     "CP-2": Cell(CP2, FP64),
     "CP-2-deepseek_v3": Cell(CP2, FP64, "deepseek_v3", auxiliary=OF_ROWS, num_microbatches=2),
     "CP-2-x-TP-2-one-layer": Cell(CP_TP, FP64, **ONE_LAYER),

@@ -36,7 +36,9 @@ def copies_and_differences(cell: Cell) -> tuple[int, list[str]]:
     "cell",
     [
         pytest.param(Cell(ONE, BF16, "gpt_oss"), id="one", marks=pytest.mark.slow),
-        pytest.param(Cell(FSDP2, BF16, num_microbatches=2, recompute=Recompute(every=2)), id="FSDP-2"),
+        pytest.param(
+            Cell(FSDP2, BF16, num_microbatches=2, recompute=Recompute(every=2)), id="FSDP-2", marks=pytest.mark.slow
+        ),
         pytest.param(Cell(ParallelDims(dp_shard=2, ep=2), FP32, "deepseek_v3"), id="EP-2", marks=pytest.mark.slow),
         pytest.param(Cell(PP2, BF16, num_microbatches=4, tied=True, pipeline=GPIPE), id="PP-2"),
         pytest.param(Cell(TP2, BF16, "qwen3"), id="TP-2", marks=pytest.mark.slow),

@@ -53,9 +53,9 @@ MODELS = {
 }
 # A model of transformers with experts.
 MODELS["transformers-mixtral"] = {"family": "transformers", "flavor": "mixtral"}
-# In the fast tier a family has one cell, of two layers; llama3 is in test_graph_equals_eager.py, qwen3 with experts in
-# many files. Version 2 of deepseek_v3 is version 3 with softmax scores and no bias; test_expert_parallel.py has it with
-# TP, and gpt_oss beside one rank.
+# In the fast tier are llama3 in test_graph_equals_eager.py, qwen3 with experts in many files, gpt_oss in
+# test_row_lengths.py, llama4 in test_varlen.py and beside one rank, and of those below the cheapest. Version 2 of
+# deepseek_v3 is version 3 with softmax scores and no bias.
 WITH_EXPERTS = [n for n in MODELS if n not in ("llama3-debugmodel", "qwen3-debugmodel") and "transformers" not in n]
 PRECISIONS = {"fp32": FP32, "bf16": BF16}
 LAYOUTS = {"one-rank": ONE, "FSDP-2": FSDP2, "TP-2": TP2, "FSDP-2-x-TP-2": FSDP2_TP2}
@@ -88,7 +88,7 @@ SMALL = {
 }
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", slow_but("deepseek_v3, FSDP 2, losses", SMALL))
 def test_every_family(name):
     check(SMALL[name])
 
@@ -131,7 +131,8 @@ def differences_from_plain(cell: Cell) -> list[str]:
     return bits_that_differ(train(cell, build_plain(cell)), graph)
 
 
-@pytest.mark.parametrize("model", slow_but("qwen3-debugmodel", MODELS))
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
 def test_one_rank_is_the_plain_module(model):
     assert run_on(1, differences_from_plain, Cell(**MODELS[model])) == [[]]
 

@@ -96,10 +96,10 @@ def run(cell: Cell, twist: str = "", plain_twist: str = "") -> tuple[list[str], 
 @pytest.mark.parametrize(
     "cell",
     [
-        Cell(TP2_EP2, FP64, **DEEPSEEK, **OVER_ROWS),
         *(
             pytest.param(cell, marks=pytest.mark.slow)
             for cell in (
+                Cell(TP2_EP2, FP64, **DEEPSEEK, **OVER_ROWS),
                 Cell(EP2_ETP2, FP64, **GPT_OSS),
                 Cell(ParallelDims(cp=2, ep=2), FP64, **DEEPSEEK, **OVER_ROWS),
                 Cell(EP2, BF16, num_microbatches=2, **GPT_OSS, **BY_OP),

@@ -57,15 +57,15 @@ CURRENT, PAST, ROWS = Recipe(), Recipe(DELAYED), Recipe(ROWWISE, E4M3)
 BLOCKS = Recipe(MX, E4M3, emulate=True)
 QWEN3 = {"family": "qwen3", "flavor": "debugmodel_moe"}
 NOW, LATER = cell_of(ONE, CURRENT, num_steps=5), cell_of(ONE, PAST, num_steps=5)
-# Each recipe, policy and kind of layer once; most pairs of them are in the slow tier.
+# A few recipes, policies and kinds of layers; the others, and most pairs of them, are in the slow tier.
 CELLS = {
-    "experts-rowwise-two-layers": cell_of(ONE, ROWS, family="deepseek_v3", changes=(("num_layers", 2),)),
     "norms": cell_of(ONE, None, family="own_models.float8_norms", recompute=Recompute(1)),
     "mx-recompute-full-one-layer": cell_of(ONE, BLOCKS, recompute=Recompute(1), **ONE_LAYER),
     "FSDP-2-delayed-one-layer": cell_of(FSDP2, PAST, **ONE_LAYER),
-    "TP-2-current-one-layer": cell_of(TP2, CURRENT, **ONE_LAYER),
 }
 SLOW = {
+    "experts-rowwise-two-layers": cell_of(ONE, ROWS, family="deepseek_v3", changes=(("num_layers", 2),)),
+    "TP-2-current-one-layer": cell_of(TP2, CURRENT, **ONE_LAYER),
     "current-e4m3-fp32-recompute-full": cell_of(ONE, Recipe(gradient=E4M3), precision=FP32, recompute=Recompute(1)),
     "delayed-recompute-op": cell_of(ONE, PAST, recompute=Recompute(by_op=True)),
     "experts-rowwise-recompute-full": cell_of(ONE, ROWS, family="deepseek_v3", recompute=Recompute(1)),

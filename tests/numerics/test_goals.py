@@ -125,7 +125,7 @@ def test_the_graph_is_eager(cell: Cell) -> None:
 @pytest.mark.parametrize(
     "cell",
     [
-        *small(cells(FSDP2, [LORA_KIND], precision=FP64)),
+        *slow(small(cells(FSDP2, [LORA_KIND], precision=FP64))),
         *slow(cells(ONE, precision=FP64, num_microbatches=2)),
         *slow(cells(FSDP2, precision=FP64)),
         *slow(cells(TP2, precision=FP64)),

@@ -51,8 +51,8 @@ VARIANTS = {
     "budget-half": {"recompute": Recompute(budget=Budget(0.5))},
     "budget-least": {"recompute": Recompute(budget=Budget(0.0))},
 }
-FAST = {(layout, "bf16") for layout in ("one-rank", "FSDP-2", "DDP-2", "TP-2")}
-FAST_VARIANTS = {("FSDP-2", variant, "bf16") for variant in ("accumulate-2", "recompute-full", "budget-half")}
+FAST = {(layout, "bf16") for layout in ("one-rank", "FSDP-2")}
+FAST_VARIANTS = {("FSDP-2", variant, "bf16") for variant in ("recompute-full", "budget-half")}
 
 
 def differences(cell: Cell) -> list[str]:
@@ -77,6 +77,10 @@ def slow_unless(condition: bool) -> list[pytest.MarkDecorator]:
         )
         for layout, dims in LAYOUTS.items()
         for p in PRECISIONS
+    ]
+    + [
+        pytest.param(Cell(dims, BF16, **ONE_LAYER), id=f"{name}-one-layer")
+        for name, dims in (("DDP-2", DDP2), ("TP-2", TP2))
     ],
 )
 def test_every_layout(cell):
@@ -121,7 +125,7 @@ def test_without_a_pass(names):
 @pytest.mark.parametrize(
     "cell",
     [
-        Cell(TP2, BF16, loss_parallel=False, **ONE_LAYER),
+        pytest.param(Cell(TP2, BF16, loss_parallel=False, **ONE_LAYER), marks=pytest.mark.slow),
         pytest.param(Cell(TP2, BF16, loss_parallel=False), marks=pytest.mark.slow),
         pytest.param(Cell(FSDP2_TP2, BF16, loss_parallel=False), marks=pytest.mark.slow),
     ],
@@ -145,7 +149,7 @@ def test_with_flex_attention(layout, p):
     "cell",
     [
         Cell(FSDP2, BF16, num_microbatches=2, loss_chunks=3, **ONE_LAYER),
-        Cell(TP2, BF16, fused_layers=True, loss_chunks=4, **ONE_LAYER),
+        pytest.param(Cell(TP2, BF16, fused_layers=True, loss_chunks=4, **ONE_LAYER), marks=pytest.mark.slow),
         *(
             pytest.param(dataclasses.replace(cell, loss_chunks=3), marks=pytest.mark.slow)
             for cell in (

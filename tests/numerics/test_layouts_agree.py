@@ -97,6 +97,7 @@ def check(whole, cell: Cell) -> None:
         assert far_apart(plain(cell.vocab_size, cell.tied, cell.family), found, TOLERANCE) == []
 
 
+@pytest.mark.slow
 def test_two_axes_at_once_are_the_plain_module():
     """Each axis alone is among the variants."""
     cell = Cell(FSDP2_TP2, FP64, **ONE_LAYER)
@@ -117,7 +118,7 @@ def test_every_layout_is_the_plain_module(dims):
         pytest.param(Cell(FSDP2, FP64, tied=True), marks=pytest.mark.slow),
         pytest.param(Cell(TP2, FP64, tied=True), marks=pytest.mark.slow),
         pytest.param(Cell(TP2, FP64, loss_parallel=False), marks=pytest.mark.slow),
-        Cell(TP2, FP64, tied=True, loss_chunks=3),
+        pytest.param(Cell(TP2, FP64, tied=True, loss_chunks=3), marks=pytest.mark.slow),
     ],
     ids=["FSDP-2-accumulate-2", "FSDP-2-tied", "TP-2-tied", "TP-2-gathered-logits", "TP-2-tied-chunks"],
 )
@@ -135,7 +136,7 @@ OWN_LOSS = {"precision": FP64, "family": "own_models.own_loss"}
         pytest.param(whole_graph, Cell(num_microbatches=4, **OWN_LOSS), marks=pytest.mark.slow),
         pytest.param(whole_graph, Cell(FSDP2, num_microbatches=2, **OWN_LOSS), marks=pytest.mark.slow),
         pytest.param(whole_eager, Cell(DDP2, **OWN_LOSS), marks=pytest.mark.slow),
-        (whole_graph, Cell(ParallelDims(tp=2), **OWN_LOSS)),
+        pytest.param(whole_graph, Cell(ParallelDims(tp=2), **OWN_LOSS), marks=pytest.mark.slow),
         pytest.param(
             whole_graph,
             Cell(ParallelDims(pp=2), pipeline=(("pipeline_parallel_schedule", "1F1B"),), **OWN_LOSS),
@@ -175,7 +176,7 @@ MTP = {"family": "deepseek_v3", "changes": (("num_mtp_layers", 1),), "auxiliary"
 @pytest.mark.parametrize(
     ("build", "cell", "names"),
     [
-        (build_graph, Cell(FSDP2, num_microbatches=2, **OWN_LOSS), OWN_TERMS),
+        pytest.param(*(build_graph, Cell(FSDP2, num_microbatches=2, **OWN_LOSS), OWN_TERMS), marks=pytest.mark.slow),
         pytest.param(*(build_eager, Cell(FSDP2, num_microbatches=2, **OWN_LOSS), OWN_TERMS), marks=pytest.mark.slow),
         (
             build_graph,
@@ -224,7 +225,7 @@ def test_eager_too_is_the_plain_module(dims):
     [
         pytest.param(FSDP2, faults.average_one_reduction, marks=pytest.mark.slow),
         pytest.param(FSDP2, faults.take_the_largest_in_one_reduction, marks=pytest.mark.slow),
-        (FSDP2, faults.drop_one_reduction),
+        pytest.param(FSDP2, faults.drop_one_reduction, marks=pytest.mark.slow),
         pytest.param(TP2, faults.drop_one_sum_of_activations, marks=pytest.mark.slow),
     ],
 )
@@ -243,7 +244,7 @@ def whole_or_refused(cell: Cell, edit) -> str:
 
 
 def test_copies_that_part_are_refused():
-    for outcome in run_on(2, whole_or_refused, Cell(DDP2, FP64), faults.drop_one_reduction):
+    for outcome in run_on(2, whole_or_refused, Cell(DDP2, FP64, **ONE_LAYER), faults.drop_one_reduction):
         assert "differs between the copies on dp_replicate" in outcome
 
 

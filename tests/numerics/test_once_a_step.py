@@ -50,7 +50,7 @@ def off(cell: Cell) -> list[str]:
         Cell(FSDP2, BF16, once="all", **FOUR, **ONE_LAYER),
         slow(FSDP2, BF16, once="all", **FOUR),
         slow(EP2_FSDP2, BF16, once="experts", **TWO, **MOE),
-        Cell(EP2, BF16, once="experts", pairs=True, num_microbatches=2, num_steps=2, **MOE, **TWO_LAYERS),
+        slow(EP2, BF16, once="experts", pairs=True, num_microbatches=2, num_steps=2, **MOE, **TWO_LAYERS),
         slow(EP2, BF16, once="experts", pairs=True, recompute=Recompute(every=1), **FOUR, **MOE),
         slow(EP2_FSDP2, once="all", **TWO, **MOE),
         slow(EP2_FSDP2, pairs=True, **TWO, **MOE),

@@ -38,7 +38,7 @@ from torchtitan_graph.parallel.storage import cast_parameters, materialize, plan
 from torchtitan_graph.steps import GraphUpdate, Steps
 
 LAYOUTS = {"one-rank": ONE, "FSDP-2": FSDP2, "TP-2": TP2}
-FAST = [("deepseek_v3-debugmodel", "one-rank"), ("llama3-debugmodel", "TP-2")]
+FAST = [("llama3-debugmodel", "TP-2")]
 GROUPED = job.Optimizer(
     name="Adam",
     lr=1e-2,
@@ -129,7 +129,7 @@ OTHERS = {
 }
 
 
-FAST_OTHERS = ("SGD, foreach, without state", "Adagrad")
+FAST_OTHERS = ("SGD, foreach, without state",)
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def refusal(cell: Cell, config: job.Optimizer) -> str:
 
 
 def test_Muon_takes_whole_matrices() -> None:
-    assert run_on(1, differences, Cell(), job.Optimizer("torch.optim.Muon", lr=1e-2)) == [[]]
+    assert run_on(1, differences, Cell(**ONE_LAYER), job.Optimizer("torch.optim.Muon", lr=1e-2)) == [[]]
     for said in run_on(2, refusal, Cell(FSDP2, **ONE_LAYER), job.Optimizer("torch.optim.Muon", lr=1e-2)):
         assert "'torch.optim.Muon': not with compile.optimizer_in_graph where ranks hold" in said
 
@@ -192,7 +192,7 @@ def whole_runs_that_differ(cell: Cell) -> list[str]:
     "cell",
     [
         Cell(FSDP2, num_microbatches=2, num_steps=3, **ONE_LAYER),
-        Cell(ParallelDims(pp=2), num_microbatches=2, tied=True),
+        pytest.param(Cell(ParallelDims(pp=2), num_microbatches=2, tied=True), marks=pytest.mark.slow),
         pytest.param(Cell(FSDP2, num_microbatches=2), marks=pytest.mark.slow),
     ],
     ids=["FSDP-2, one layer", "PP-2, tied", "FSDP-2"],
@@ -238,7 +238,7 @@ def after_a_step_that_is_not_taken(loss: float, gradient: float, by: str = "fuse
         pytest.param(float("inf"), 1.0, False, "fused", marks=pytest.mark.slow),
         pytest.param(1.0, float("nan"), False, "fused", marks=pytest.mark.slow),
         (1.0, 1.0, True, "fused"),
-        (1.0, float("nan"), False, "foreach"),
+        pytest.param(1.0, float("nan"), False, "foreach", marks=pytest.mark.slow),
     ],
 )
 def test_a_step_that_is_not_finite_on_one_rank_changes_nothing_on_any(

@@ -129,7 +129,7 @@ def check_bits(cell: Cell) -> None:
 
 @pytest.mark.parametrize(
     "schedule",
-    [pytest.param(name, marks=[] if name in ("1F1B", "DualPipeV") else [pytest.mark.slow]) for name in SCHEDULES],
+    [pytest.param(name, marks=[] if name == "1F1B" else [pytest.mark.slow]) for name in SCHEDULES],
 )
 def test_every_schedule_is_torchs(schedule):
     if SCHEDULES[schedule] == V and torch.__version__ < "2.12":
@@ -329,6 +329,7 @@ def test_parts_are_compiled_up_to_rounding():
 # --- the check can fail ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "dims"),
     [(faults.shift_the_mask, PP2), pytest.param(faults.count_own_targets_only, PP2_FSDP2, marks=pytest.mark.slow)],

@@ -123,7 +123,9 @@ def examples(traced: TracedResult) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("name", [*WORLDS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+@pytest.mark.parametrize(
+    "name", ["PP", *(pytest.param(name, marks=pytest.mark.slow) for name in (WORLDS | SLOW) if name != "PP")]
+)
 def test_what_is_stored_is_what_each_rank_traces(name: str) -> None:
     """As data, of one rank of a kind, and read again, node for node."""
     cell = (WORLDS | SLOW)[name]

@@ -75,6 +75,7 @@ def both(cell: matrix.Cell) -> tuple[list[str], Seen, list[Message]]:
     return different, gathered(cell, found) if cell.precision == FP64 else {}, sent
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "cell",
     [

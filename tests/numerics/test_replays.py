@@ -94,7 +94,7 @@ def differences(cell: Cell, in_graph: bool) -> tuple[list[str], int, int]:
     ("cell", "in_graph", "num_pieces"),
     [
         (Cell(ONE), True, 1),
-        (Cell(FSDP2, precision=BF16, num_microbatches=2, **ONE_LAYER), True, 1),
+        pytest.param(Cell(FSDP2, precision=BF16, num_microbatches=2, **ONE_LAYER), True, 1, marks=pytest.mark.slow),
         pytest.param(Cell(FSDP2, tied=True), False, 1, marks=pytest.mark.slow),
         pytest.param(
             Cell(num_microbatches=2, attn="flex", **MODELS["gpt_oss-debugmodel"]), True, None, marks=pytest.mark.slow

@@ -31,14 +31,14 @@ def cell(layers: int = 3, *changes: tuple[str, object], **given: Any) -> Cell:
 
 DIMS = ParallelDims
 CELLS = {
-    "gpt_oss, flex, EP": cell(4, family="gpt_oss", attn="flex", dims=DIMS(dp_shard=2, ep=2)),
+    "llama3, TP, tied": cell(dims=DIMS(tp=2), tied=True),
 }
 SLOW = {
+    "gpt_oss, flex, EP": cell(4, family="gpt_oss", attn="flex", dims=DIMS(dp_shard=2, ep=2)),
     "qwen3 with experts, EP over TP, losses": cell(
         family="qwen3", flavor="debugmodel_moe", dims=DIMS(dp_shard=2, tp=2, ep=2), auxiliary=WHOLE_BATCH
     ),
     "deepseek_v3, tokens ahead, TP, bf16": cell(4, *MTP, family="deepseek_v3", dims=DIMS(tp=2), precision=BF16),
-    "llama3, TP, tied": cell(dims=DIMS(tp=2), tied=True),
     "qwen3, CP, flex": cell(family="qwen3", dims=DIMS(cp=2), attn="flex"),
     "llama4": cell(8, family="llama4"),
     "llama3, DDP, CP and TP, bf16": cell(dims=DIMS(dp_replicate=2, cp=2, tp=2), precision=BF16),

@@ -67,7 +67,7 @@ def test_every_pass_keeps_its_promise(cell):
             Cell(FSDP2, FP32, recompute=Recompute(by_op=True), reshard=Reshard(blocks=False)), marks=pytest.mark.slow
         ),
         pytest.param(Cell(TP2, BF16, tied=True), marks=pytest.mark.slow),
-        Cell(TP2, BF16, async_tp=True, recompute=Recompute(every=1), **ONE_LAYER),
+        pytest.param(Cell(TP2, BF16, async_tp=True, recompute=Recompute(every=1), **ONE_LAYER), marks=pytest.mark.slow),
         pytest.param(Cell(ONE, FP32, attn="flex"), marks=pytest.mark.slow),
         pytest.param(Cell(ParallelDims(cp=2), BF16), marks=pytest.mark.slow),
         pytest.param(AUXILIARY, marks=pytest.mark.slow),
@@ -183,9 +183,10 @@ def outcome_of_one(cell: Cell, name: str, fault: Callable[[GraphModule], GraphMo
     return ""
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "overlap_copies")) for name in SPOILED]
-)
+DEAR = ("gather_each_call", "bucket_collectives", *(name for name in SPOILED if name.startswith("overlap_")))
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in DEAR)) for name in SPOILED])
 def test_a_fault_in_any_pass_is_named(name):
     fault, cell = SPOILED[name]
     for error in run_on(cell.dims.num_ranks, outcome_of_one, cell, name, fault):

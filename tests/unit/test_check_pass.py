@@ -66,6 +66,7 @@ def test_a_pass_that_changes_nothing_anywhere_fails() -> None:
     check_changed([False, True])
 
 
+@pytest.mark.slow
 def test_other_numbers_are_shown_on_one_node(want: Callable) -> None:
     said = found(check_numbers, ONE, want("double_silu"))
     assert "other numbers: step 1: loss" in said
@@ -97,6 +98,7 @@ def test_a_shape_that_a_pass_gets_wrong_is_found(want: Callable) -> None:
     assert small_graph(said)[1] == ["aten.t.default"]
 
 
+@pytest.mark.slow
 def test_another_order_on_another_rank_is_shown_on_two_collectives(want: Callable) -> None:
     said = found(check_graphs, FSDP2, want("swap_gathers_on_odd_ranks"), [])
     assert "rank 1 sends in another order: number 1 on rank 0 is _c10d_functional.all_gather" in said

@@ -159,7 +159,9 @@ def test_a_run_is_shown_with_what_can_be_read_of_it(
         ("config.toml", b"[model\n", "config.toml': is not valid TOML"),
         ("config.toml", b"\xff", "is not UTF-8 (invalid start byte at byte 0, in line 1)"),
         ("config.toml", None, "is not a run's folder, for it has no config.toml"),
-        ("profile_traces/step-4/rank0.json.gz", b"no gzip", "rank0.json.gz: is "),
+        pytest.param(
+            *("profile_traces/step-4/rank0.json.gz", b"no gzip", "rank0.json.gz: is "), marks=pytest.mark.slow
+        ),
         pytest.param(
             "profile_traces/step-4/rank0.json.gz",
             gzip.compress(b'{"traceEvents": [', mtime=0)[:-9],

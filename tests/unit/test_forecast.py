@@ -102,7 +102,9 @@ def test_shards_and_moments_are_counted_and_what_is_unknown_is_said() -> None:
     assert of(dataclasses.replace(cell, num_microbatches=2)).held["gradients of earlier microbatches"] == whole // 4
 
 
-@pytest.mark.parametrize("dims", [ParallelDims(), ParallelDims(pp=2)], ids=["one", "PP-2"])
+@pytest.mark.parametrize(
+    "dims", [pytest.param(ParallelDims(), marks=pytest.mark.slow), ParallelDims(pp=2)], ids=["one", "PP-2"]
+)
 def test_evaluation_counts_where_it_holds_more(dims: ParallelDims) -> None:
     """Of its rows the logits: in fp32, as many as there are tokens and words."""
     cell = Cell(dims, vocab_size=512, num_microbatches=2, changes=(("num_layers", dims.pp),))
@@ -146,7 +148,8 @@ def test_every_axis_takes_its_part() -> None:
     assert split.held[STEP] < alone.held[STEP]
 
 
-@pytest.mark.parametrize("family", ["llama3", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama3", "deepseek_v3"])
 def test_what_ranks_of_context_parallel_compute_alike_counts_once(family: str) -> None:
     """Latent attention expands the whole row's latent on every rank."""
     cells = (Cell(ParallelDims(cp=cp), family=family, vocab_size=512, changes=TWO_LAYERS) for cp in (1, 2))
@@ -154,6 +157,7 @@ def test_what_ranks_of_context_parallel_compute_alike_counts_once(family: str) -
     assert split.operations == pytest.approx(alone.operations / 2)
 
 
+@pytest.mark.slow
 def test_a_stage_holds_what_its_schedule_keeps() -> None:
     pipeline = ParallelDims(pp=2)
     cell = Cell(pipeline, num_microbatches=4, vocab_size=512, changes=(("num_layers", 4),))
@@ -178,7 +182,7 @@ def test_a_stage_holds_what_its_schedule_keeps() -> None:
 def test_what_is_offloaded_is_held_by_the_host(dims: ParallelDims, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keeping, "SMALLEST", 0)
     gpipe = (("pipeline_parallel_schedule", "GPipe"),)
-    stay = Cell(dims, num_microbatches=4, changes=(("num_layers", 8),), pipeline=gpipe)
+    stay = Cell(dims, num_microbatches=4, changes=(("num_layers", 4 * dims.pp),), pipeline=gpipe)
     before, after = (of(dataclasses.replace(stay, offload=names)) for names in ((), ("layers.0", "layers.1")))
     assert not before.on_host and after.on_host[OFFLOADED] > 0
     assert "host" not in "\n".join(before.lines()) and "GiB, in the host's memory" in "\n".join(after.lines())
@@ -191,7 +195,9 @@ def test_what_is_offloaded_is_held_by_the_host(dims: ParallelDims, monkeypatch: 
         assert 0 < before.held[STEP] - after.held[STEP] <= after.on_host[OFFLOADED]
 
 
-@pytest.mark.parametrize("dims", [ParallelDims(dp_shard=2), ParallelDims(pp=2)], ids=["FSDP-2", "PP-2"])
+@pytest.mark.parametrize(
+    "dims", [pytest.param(ParallelDims(dp_shard=2), marks=pytest.mark.slow), ParallelDims(pp=2)], ids=["FSDP-2", "PP-2"]
+)
 def test_what_rests_on_the_host_is_not_held_by_the_device(dims: ParallelDims) -> None:
     stay = Cell(
         dims,
@@ -232,7 +238,7 @@ def test_what_stages_gather_and_reduce_once_is_of_the_step() -> None:
 @pytest.mark.parametrize(
     ("axis", "optimizer", "said"),
     [
-        ("tensor", "--optimizer.implementation foreach", "optimizer step: passes"),
+        pytest.param("tensor", "--optimizer.implementation foreach", "optimizer step: passes", marks=pytest.mark.slow),
         pytest.param("pipeline", "", "optimizer step: passes", marks=pytest.mark.slow),
         pytest.param(
             *("tensor", "--optimizer.name torch.optim.SGD", "optimizer step: not traced in a dry run"),
@@ -270,7 +276,10 @@ def test_what_can_not_fit_is_refused(gib: float, said: str, monkeypatch: pytest.
 
 
 _LAYERS = Cell(vocab_size=512, changes=(("num_layers", 6),))
-BUDGETED = {"FSDP-2": dataclasses.replace(_LAYERS, dims=ParallelDims(dp_shard=2))} | {
+BUDGETED = {
+    "two layers": dataclasses.replace(_LAYERS, changes=TWO_LAYERS),
+    "FSDP-2": dataclasses.replace(_LAYERS, dims=ParallelDims(dp_shard=2)),
+} | {
     schedule: dataclasses.replace(
         _LAYERS,
         dims=ParallelDims(pp=2),
@@ -282,7 +291,7 @@ BUDGETED = {"FSDP-2": dataclasses.replace(_LAYERS, dims=ParallelDims(dp_shard=2)
 
 
 @pytest.mark.parametrize(
-    "name", ["GPipe", *(pytest.param(name, marks=pytest.mark.slow) for name in ("FSDP-2", "ZBVZeroBubble"))]
+    "name", ["two layers", *(pytest.param(name, marks=pytest.mark.slow) for name in BUDGETED if name != "two layers")]
 )
 def test_gib_of_a_rank_are_met_or_refused_with_the_least(name: str, caplog: pytest.LogCaptureFixture) -> None:
     """What passes after the policy add is made up for: the bucket of a block waits for its last gradient. A pipeline's

@@ -64,7 +64,12 @@ def test_only_warnings_on_a_terminal_are_coloured(
 
 
 @pytest.mark.parametrize(
-    ("tee", "marks"), [(["--tee", "3"], ["[rank0]:", "[rank1]:"]), ([], ["[rank0] ", "[rank1] "])], ids=["tee", "plain"]
+    ("tee", "marks"),
+    [
+        pytest.param(["--tee", "3"], ["[rank0]:", "[rank1]:"], marks=pytest.mark.slow),
+        ([], ["[rank0] ", "[rank1] "]),
+    ],
+    ids=["tee", "plain"],
 )
 def test_under_torchrun_every_line_names_its_rank_once(tmp_path: Path, tee: list[str], marks: list[str]) -> None:
     script = tmp_path / "script.py"

@@ -89,6 +89,7 @@ def test_every_call_starts_from_the_same_seed() -> None:
     assert torch.equal(first[0], second[0])
 
 
+@pytest.mark.slow
 def test_an_exception_shows_every_rank_and_the_pool_recovers() -> None:
     before = run_on(2, process_id)
     with pytest.raises(PoolFailed) as failure:

@@ -307,6 +307,7 @@ def test_compare_captures_compares_graphs_for_several_lengths(
     assert "the same, " in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="Dynamo captures steps from torch 2.13 on")
 @pytest.mark.parametrize("counts", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_compare_captures_tells_by_its_exit_code(
@@ -396,6 +397,7 @@ def test_check_gpu_tells_what_is_done_when_it_is_stopped(tmp_path: Path) -> None
     ]
 
 
+@pytest.mark.slow
 def test_a_timeline_has_a_lane_for_each_axis_and_refuses_a_part_that_is_none(tmp_path: Path, capsys) -> None:
     main = runpy.run_path(str(REPOSITORY / "scripts" / "draw_timeline.py"))["main"]
     words = "--world 2 --device h100 --model.name llama3 --training.seq_len 64 --parallelism.tensor_parallel_degree 2"

@@ -71,7 +71,10 @@ def test_workers_die_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
         pytest.param(
             *("import", [signal.SIGTERM], 143, "stopped by SIGTERM before the first step"), marks=pytest.mark.slow
         ),
-        ("setup", [signal.SIGINT, signal.SIGINT], 130, "stopped by Ctrl-C before the first step"),
+        pytest.param(
+            *("setup", [signal.SIGINT, signal.SIGINT], 130, "stopped by Ctrl-C before the first step"),
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             *("blocked", [signal.SIGTERM], 143, "stopped by SIGTERM before the first step"), marks=pytest.mark.slow
         ),

@@ -121,6 +121,7 @@ def test_collectives_stand_on_their_own_stream_before_their_waits() -> None:
         assert each.end <= charged[wait].end
 
 
+@pytest.mark.slow
 def test_masks_say_what_attention_computes() -> None:
     gm, costs, flops = built("experts")
     blocks = ("layers.0", "layers.1", "layers.2")

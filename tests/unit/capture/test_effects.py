@@ -283,7 +283,7 @@ def test_a_fused_step_may_be_told_to_be_none() -> None:
     assert not hasattr(optimizer, "found_inf")
 
 
-@pytest.mark.parametrize("make", [nn.GRU, nn.RNN])
+@pytest.mark.parametrize("make", [pytest.param(nn.GRU, marks=pytest.mark.slow), nn.RNN])
 def test_a_recurrent_layer_that_reads_its_weights_again_is_that_of_eager(make: Callable[..., nn.RNNBase]) -> None:
     m = make(4, 8, 2, batch_first=True, bidirectional=True)
 

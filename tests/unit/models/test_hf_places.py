@@ -1,6 +1,7 @@
 """Every form in which files keep a tensor, on one rank and in uneven parts on four; and files of another model."""
 
 import json
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -144,8 +145,13 @@ LAYOUTS: dict[str, tuple[Placement, Placement]] = {
 }
 
 
-def sharded(layout: str) -> Toy:
-    axes = mesh((2, 2), ("outer", "inner"))
+# Of layouts on two ranks, and on four.
+ON_RANKS = [("rows by both", (1, 2)), ("rows and last dim", (1, 2)), ("second dim", (2, 1))]
+ON_RANKS += [pytest.param(layout, (2, 2), marks=pytest.mark.slow) for layout in LAYOUTS]
+
+
+def sharded(layout: str, degrees: tuple[int, int]) -> Toy:
+    axes = mesh(degrees, ("outer", "inner"))
     parameters: dict[str, Tensor] = {}
     for name, shape in SHAPES.items():
         last = len(shape) - 1
@@ -153,7 +159,7 @@ def sharded(layout: str) -> Toy:
             Shard(last if p.dim == -1 else min(p.dim, last)) if type(p) is Shard else p for p in LAYOUTS[layout]
         )
         coordinate = tuple(axes.get_coordinate() or ())
-        _, sizes = box_of(shape, placements, (2, 2), coordinate)
+        _, sizes = box_of(shape, placements, degrees, coordinate)
         local, stride = torch.zeros(sizes), torch.empty(shape, device="meta").stride()
         parameters[name] = DTensor.from_local(
             local, axes, placements, run_check=False, shape=torch.Size(shape), stride=stride
@@ -161,9 +167,9 @@ def sharded(layout: str) -> Toy:
     return Toy(parameters)
 
 
-def read_and_write(layout: str, folder: Path, out: Path) -> tuple[list[str], int]:
+def read_and_write(layout: str, degrees: tuple[int, int], folder: Path, out: Path) -> tuple[list[str], int]:
     """Read into a layout and write it again; give the tensors that came wrong, and how many numbers were read."""
-    model, numbers = sharded(layout), 0
+    model, numbers = sharded(layout, degrees), 0
     read = Folder.read
 
     def counted(self: Folder, *args: object) -> Tensor:
@@ -182,7 +188,7 @@ def read_and_write(layout: str, folder: Path, out: Path) -> tuple[list[str], int
         tensor = live_tensors(model)[name]
         if isinstance(tensor, DTensor):
             coordinate = tuple(tensor.device_mesh.get_coordinate() or ())
-            offsets, sizes = box_of(tuple(tensor.shape), tensor.placements, (2, 2), coordinate)
+            offsets, sizes = box_of(tuple(tensor.shape), tensor.placements, degrees, coordinate)
             whole = whole[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))]
             tensor = cast(DTensor, tensor).to_local()
         if not torch.equal(tensor, whole):
@@ -191,22 +197,26 @@ def read_and_write(layout: str, folder: Path, out: Path) -> tuple[list[str], int
     return wrong, numbers
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_each_rank_reads_its_part_and_rank_0_writes_the_whole(layout: str, folder: Path, tmp_path: Path) -> None:
-    results = run_on(4, read_and_write, layout, folder, tmp_path / "again")
-    assert [wrong for wrong, _ in results] == [[]] * 4
+@pytest.mark.parametrize(("layout", "degrees"), ON_RANKS)
+def test_each_rank_reads_its_part_and_rank_0_writes_the_whole(
+    layout: str, degrees: tuple[int, int], folder: Path, tmp_path: Path
+) -> None:
+    results = run_on(math.prod(degrees), read_and_write, layout, degrees, folder, tmp_path / "again")
+    assert [wrong for wrong, _ in results] == [[]] * math.prod(degrees)
     written = load_file(tmp_path / "again" / "model.safetensors")
     assert written.keys() == in_files().keys()
     for name, expected in in_files().items():
         assert torch.equal(written[name], expected), name
 
 
-def test_ranks_that_share_a_model_read_it_once_together(folder: Path, tmp_path: Path) -> None:
-    results = run_on(4, read_and_write, "rows by both", folder, tmp_path / "again")
+@pytest.mark.parametrize("degrees", [(1, 2), pytest.param((2, 2), marks=pytest.mark.slow)])
+def test_ranks_that_share_a_model_read_it_once_together(degrees: tuple[int, int], folder: Path, tmp_path: Path) -> None:
+    num_ranks = math.prod(degrees)
+    results = run_on(num_ranks, read_and_write, "rows by both", degrees, folder, tmp_path / "again")
     whole = sum(x.numel() for x in in_files().values())
     # Interleaved halves are read together, once for each; the buffer is everybody's.
     twice = sum(in_files()[name].numel() for name in ("model.1.experts.w13", "model.1.experts.b13"))
-    assert sum(numbers for _, numbers in results) == whole + twice + 3 * E
+    assert sum(numbers for _, numbers in results) == whole + twice + (num_ranks - 1) * E
 
 
 # --- files of another model -------------------------------------------------------------------------------------------

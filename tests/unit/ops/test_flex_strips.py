@@ -50,6 +50,7 @@ def test_strips_are_the_whole(rule: Rule, places: Tensor | None, score: bool, mo
             assert (x - y).abs().max() <= 1e-13 * x.abs().max()
 
 
+@pytest.mark.slow
 def test_whoever_traces_has_them() -> None:
     """A tensor that a score function closes over has its gradient by them."""
     code = "import sys, torchtitan_graph.capture.trace; assert 'torchtitan_graph.ops.flex_strips' in sys.modules"

@@ -1,5 +1,7 @@
 """Clipping: one global norm, whatever the layout of the gradients."""
 
+import math
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -27,10 +29,16 @@ def with_gradient(grad: torch.Tensor) -> torch.nn.Parameter:
     return param
 
 
-def clip_on_a_2x2_mesh(max_norm: float, forget_tp: bool) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+# Of data and tensor parallelism.
+SHAPES_OF_MESHES = pytest.mark.parametrize("shape", [(2, 1), (1, 2), pytest.param((2, 2), marks=pytest.mark.slow)])
+
+
+def clip_on_a_mesh(
+    shape: tuple[int, int], max_norm: float, forget_tp: bool
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Clip gradients of four layouts, one of them on another mesh, as tensor parallel and experts make them."""
-    dense = mesh((2, 2), ("dp_shard", "tp"))
-    experts = mesh((4,), ("ep",))
+    dense = mesh(shape, ("dp_shard", "tp"))
+    experts = mesh((math.prod(shape),), ("ep",))
     layouts = {
         "embedding": (dense, [Shard(0), Replicate()]),  # 5 rows on 2 ranks: uneven
         "up": (dense, [Shard(1), Shard(0)]),
@@ -47,17 +55,18 @@ def clip_on_a_2x2_mesh(max_norm: float, forget_tp: bool) -> tuple[torch.Tensor, 
     return norm, {name: param.grad.full_tensor() for name, param in params.items()}
 
 
-def test_norm_and_clipped_gradients_are_those_of_one_process() -> None:
-    for norm, clipped in run_on(4, clip_on_a_2x2_mesh, 1.0, False):
+@SHAPES_OF_MESHES
+def test_norm_and_clipped_gradients_are_those_of_one_process(shape: tuple[int, int]) -> None:
+    for norm, clipped in run_on(math.prod(shape), clip_on_a_mesh, shape, 1.0, False):
         torch.testing.assert_close(norm, full_norm(), rtol=1e-14, atol=0)
         for name, grad in full_gradients().items():
             torch.testing.assert_close(clipped[name], grad / full_norm(), rtol=1e-6, atol=0)
 
 
-def norms_on_one_mesh_and_on_two() -> list[tuple[torch.Tensor, torch.Tensor]]:
+def norms_on_one_mesh_and_on_two(shape: tuple[int, int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Measure gradients on one mesh, and some of them on another of the same ranks: what torch caches by what a mesh is
     like may come from an earlier one."""
-    mine, other = (init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp")) for _ in range(2))
+    mine, other = (init_device_mesh("cpu", shape, mesh_dim_names=("fsdp", "tp")) for _ in range(2))
     generator, found = torch.Generator().manual_seed(0), []
     for _ in range(20):
         locals_ = [torch.randn(7, 3, generator=generator, dtype=torch.float64) + dist.get_rank() for _ in range(6)]
@@ -72,8 +81,9 @@ def norms_on_one_mesh_and_on_two() -> list[tuple[torch.Tensor, torch.Tensor]]:
     return found
 
 
-def test_the_norm_has_the_same_bits_whichever_mesh_of_the_same_ranks_holds_a_gradient() -> None:
-    for found in run_on(4, norms_on_one_mesh_and_on_two):
+@SHAPES_OF_MESHES
+def test_the_norm_has_the_same_bits_whichever_mesh_of_the_same_ranks_holds_a_gradient(shape: tuple[int, int]) -> None:
+    for found in run_on(math.prod(shape), norms_on_one_mesh_and_on_two, shape):
         assert all(torch.equal(one, two) for one, two in found)
 
 
@@ -107,8 +117,9 @@ def test_a_stage_may_have_no_gradient() -> None:
         assert (before.item(), after.item(), ranks) == (6.0, pytest.approx(1.0), [])
 
 
-def test_a_shard_taken_for_the_whole_changes_the_norm() -> None:
-    norm, _ = run_on(4, clip_on_a_2x2_mesh, 0.0, True)[0]
+@pytest.mark.parametrize("shape", [(1, 2), pytest.param((2, 2), marks=pytest.mark.slow)])
+def test_a_shard_taken_for_the_whole_changes_the_norm(shape: tuple[int, int]) -> None:
+    norm, _ = run_on(math.prod(shape), clip_on_a_mesh, shape, 0.0, True)[0]
     assert abs(norm - full_norm()) > 1e-3
 
 

@@ -80,6 +80,7 @@ def test_no_region_is_compiled_for_rows_of_which_there_is_any_number(layout_of: 
     assert all(meta.region(node) is not None for node in at_home_still)
 
 
+@pytest.mark.slow
 def test_the_trace_shows_the_mean_over_ranks_so_operations_are_those_without_a_dispatch(layout_of: Callable) -> None:
     layout = layout_of(dp_shard=2, ep=2)
     assert graphs(layout).flops == graphs(at_home(layout)).flops

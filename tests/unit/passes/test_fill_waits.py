@@ -53,7 +53,8 @@ def beside(gm: GraphModule, phase: str, start: object) -> list[list[Node]]:
     return [nodes[order[n.args[0]] : order[n]] for n in chosen if meta.phase(n) == phase]  # type: ignore[index]
 
 
-@pytest.mark.parametrize("dp_shard", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dp_shard", [1, 2])
 def test_under_tensor_parallelism_weights_gradients_are_made_while_activations_are_summed(
     layout_of: Callable, dp_shard: int
 ) -> None:
@@ -84,6 +85,7 @@ def test_rows_travel_to_experts_and_back_beside_shared_ones(layout_of: Callable,
         assert any("shared_experts" in meta.module(n) and n.target is aten.mm.default for n in coming)
 
 
+@pytest.mark.slow
 def test_nothing_sent_nothing_changed(layout_of: Callable) -> None:
     layout = layout_of(dp_shard=2)
     without, found = (text(graph_on(layout, llama3, "debugmodel", disabled)) for disabled in (("fill_waits",), ()))

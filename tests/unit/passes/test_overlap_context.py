@@ -69,6 +69,7 @@ def test_the_same_nodes_stand_in_another_order(layout_of: Callable) -> None:
     assert Counter(found) == Counter(without)
 
 
+@pytest.mark.slow
 def test_nothing_sent_nothing_changed(layout_of: Callable) -> None:
     layout = layout_of(dp_shard=2)
     without, found = (text(graph_on(layout, llama3, Recompute(), disabled)) for disabled in (("overlap_context",), ()))

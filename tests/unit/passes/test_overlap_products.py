@@ -63,6 +63,7 @@ def test_latent_attention_and_dense_layers_are_cut_too(layout_of: Callable) -> N
     assert 0 < after < before, "what is sent between experts is not a sum of products of the sequence's rows"
 
 
+@pytest.mark.slow
 def test_nothing_changes_where_it_would_take_longer(layout_of: Callable) -> None:
     layout = layout_of(tp=2)
     without, found = (text(graph_on(layout, is_on, rates=FAST)) for is_on in (False, True))

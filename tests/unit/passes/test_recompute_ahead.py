@@ -57,6 +57,7 @@ def test_a_layer_is_computed_again_beside_the_one_above_it(degrees: dict[str, in
                 layer = int(rest[0])
 
 
+@pytest.mark.slow
 def test_nothing_is_moved_where_nothing_is_sent(layout_of: Callable) -> None:
     layout = layout_of()
     before, after = (described(graph_on(layout, disabled)) for disabled in (("recompute_ahead",), ()))

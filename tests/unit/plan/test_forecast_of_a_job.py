@@ -55,7 +55,7 @@ def jobs() -> Callable[[str], BuiltJob]:
 
 @pytest.mark.parametrize(
     "name",
-    ["one", "FSDP-2 TP-2", pytest.param("PP-3", marks=pytest.mark.slow)],  # each builds its job again
+    ["one", *(pytest.param(name, marks=pytest.mark.slow) for name in ("FSDP-2 TP-2", "PP-3"))],
 )
 def test_memory_is_what_a_dry_run_says(name: str, jobs: Callable[[str], BuiltJob]) -> None:
     world_size, words = LAYOUTS[name]
@@ -280,6 +280,7 @@ def test_what_is_wrong_is_said_before_any_work(words: list[str], said: str, caps
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_what_a_device_does_not_do_is_not_forecast() -> None:
     """A CPU moves nothing to the host's memory, and the memory of parameters that it does not move is its own."""
     words = ["--training.enable_cpu_offload", "--activation_checkpoint.offload", "layers.*"]

@@ -33,7 +33,7 @@ def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replaying, "_MOST_CALLS", 1)
 
 
-FAST = ("llama3", "gpt_oss")  # tensor parallelism; experts and flex attention
+FAST = ("llama3",)
 
 
 def graph(cell: Cell) -> GraphModule:

@@ -52,8 +52,8 @@ def test_killed_in_mid_step(
     assert saved(folder, 5) == saved(reference[0], 5)
 
 
-def test_eager_and_graph_log_the_same_numbers(killed: dict[str, Path], reference: tuple[Path, Result]) -> None:
-    eager = numbers(killed["eager"])
+def test_eager_and_graph_log_the_same_numbers(killed: Callable[[str], Path], reference: tuple[Path, Result]) -> None:
+    eager = numbers(killed("eager"))
     assert len(eager) == 3
     assert eager == {step: values for step, values in numbers(reference[0]).items() if step <= 3}
 

@@ -277,7 +277,7 @@ def test_what_can_not_fit_is_refused(gib: float, said: str, monkeypatch: pytest.
 
 _LAYERS = Cell(vocab_size=512, changes=(("num_layers", 6),))
 BUDGETED = {
-    "two layers": dataclasses.replace(_LAYERS, changes=TWO_LAYERS),
+    "one rank": _LAYERS,
     "FSDP-2": dataclasses.replace(_LAYERS, dims=ParallelDims(dp_shard=2)),
 } | {
     schedule: dataclasses.replace(
@@ -291,7 +291,7 @@ BUDGETED = {
 
 
 @pytest.mark.parametrize(
-    "name", ["two layers", *(pytest.param(name, marks=pytest.mark.slow) for name in BUDGETED if name != "two layers")]
+    "name", ["one rank", *(pytest.param(name, marks=pytest.mark.slow) for name in BUDGETED if name != "one rank")]
 )
 def test_gib_of_a_rank_are_met_or_refused_with_the_least(name: str, caplog: pytest.LogCaptureFixture) -> None:
     """What passes after the policy add is made up for: the bucket of a block waits for its last gradient. A pipeline's

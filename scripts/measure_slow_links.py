@@ -2,7 +2,7 @@
 one after the other and in pairs.
 
     sudo python scripts/measure_slow_links.py
-    sudo python scripts/measure_slow_links.py --mbit 200 --rounds 9 --json slow_links.json
+    sudo python scripts/measure_slow_links.py --mbit 300 --rounds 9 --json slow_links.json
 
 Four gloo ranks are two machines of two. A machine is a network namespace of this one, and a link whose rate is limited
 joins them (Linux, root, `ip` and `tc`); the namespaces are removed at the end. All orders of a step are built once in
@@ -173,6 +173,7 @@ def run(*words: str) -> None:
 @contextlib.contextmanager
 def two_machines(mbit: float) -> Iterator[list[str]]:
     """Make two network namespaces with a link of a limited rate, yield their names, and remove them at the end."""
+    shape = f"tbf rate {mbit:g}mbit burst 16kb latency 400ms"  # a larger burst lets a message after a pause go faster
     names = [f"slow_links_{os.getpid()}_{i}" for i in range(WORLD // NEAR)]
     try:
         for name in names:
@@ -182,7 +183,7 @@ def two_machines(mbit: float) -> Iterator[list[str]]:
             run(*f"ip -n {name} addr add {SUBNET}.{i + 1}/24 dev slow{i}".split())
             run(*f"ip -n {name} link set slow{i} up".split())
             run(*f"ip -n {name} link set lo up".split())
-            run(*f"tc -n {name} qdisc add dev slow{i} root tbf rate {mbit:g}mbit burst 128kb latency 400ms".split())
+            run(*f"tc -n {name} qdisc add dev slow{i} root {shape}".split())
         yield names
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -229,10 +230,10 @@ def print_table(steps: list[dict[str, Any]], expected: dict[str, dict[str, float
 @command
 def main(argv: list[str]) -> int:
     parser = make_parser(__doc__)
-    parser.add_argument("--mbit", type=float, default=400.0, help="rate of the link in Mbit/s (default 400)")
-    parser.add_argument("--rounds", type=int, default=7, help="measured steps of each case, in turns (default 7)")
-    parser.add_argument("--seq_len", type=int, default=256, help="tokens of a microbatch of a rank (default 256)")
-    parser.add_argument("--microbatches", type=int, default=8, help="of a rank and step (default 8)")
+    parser.add_argument("--mbit", type=float, default=120.0, help="rate of the link in Mbit/s (default 120)")
+    parser.add_argument("--rounds", type=int, default=15, help="measured steps of each case, in turns (default 15)")
+    parser.add_argument("--seq_len", type=int, default=128, help="tokens of a microbatch of a rank (default 128)")
+    parser.add_argument("--microbatches", type=int, default=4, help="of a rank and step (default 4)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all steps and forecasts as data too")
     parser.add_argument("--as_rank", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)

@@ -73,8 +73,8 @@ def _regroup_backward(ctx, grad_SD: Tensor):  # type: ignore[no-untyped-def]
     return regroup(grad_SD.contiguous(), counts_RE, not ctx.back), None, None
 
 
-def _even_counts(floats: Sequence[Tensor], number: int) -> Tensor:
-    rows = floats[0].shape[0]
+def _even_counts(tensors: Sequence[Tensor], number: int) -> Tensor:
+    rows = tensors[0].shape[0]
     return torch.arange(rows, rows + number).div(number, rounding_mode="floor")
 
 
@@ -125,12 +125,25 @@ def sent(x_SD: Tensor, splits_2R: Tensor, back: bool, group: str, varies: bool |
 # --- rows that are sent once for several experts ----------------------------------------------------------------------
 
 
+def _every_second(tensors: Sequence[Tensor], number: int) -> Tensor:
+    """Return a table with as many ones for each rank as zeros; or numbers of them."""
+    U, K = tensors[0].shape
+    return torch.arange(number) < U // 2 * K if number == U * K else torch.full((number,), U // 2)
+
+
+def _pairs_of_rows(floats: Sequence[Tensor], number: int) -> Tensor:
+    """Return the row to add to for each row; or numbers of rows of K ranks, twice, which are at least as many."""
+    rows = floats[0].shape[0]
+    return torch.arange(rows) // 2 if number == rows else torch.full((number,), -(-rows // (number // 2)))
+
+
 @operator(
     lambda hit_UK, splits_2K, nominal: hit_UK.new_empty(nominal, dtype=torch.int64),
     dynamic_rows=lambda *_, **__: True,
     host_reads=1,
     recompute="never",
     compiles=False,
+    examples=_every_second,
 )
 def hits(hit_UK: Tensor, splits_2K: Tensor, nominal: int) -> Tensor:
     """Return where a table of zeros and ones has ones, as places in its flattened rows, column by column: the rows to
@@ -143,7 +156,12 @@ def hits(hit_UK: Tensor, splits_2K: Tensor, nominal: int) -> Tensor:
     return out.scatter_(0, torch.where(hit_N, hit_N.cumsum(0) - 1, number), places_N)[:number].clone()
 
 
-@operator(lambda place_S1, received_RE, begins_R: torch.empty_like(place_S1), recompute="never", compiles=False)
+@operator(
+    lambda place_S1, received_RE, begins_R: torch.empty_like(place_S1),
+    recompute="never",
+    compiles=False,
+    examples=lambda _, number: torch.full((number,), 1 << 30),  # all rows are of the first source
+)
 def after_begins(place_S1: Tensor, received_RE: Tensor, begins_R: Tensor) -> Tensor:
     """Return places of rows among those of their source, counted from the first row of all sources instead.
 
@@ -161,6 +179,7 @@ def after_begins(place_S1: Tensor, received_RE: Tensor, begins_R: Tensor) -> Ten
     dynamic_rows=lambda *_, **__: True,
     host_reads=2,
     compiles=False,
+    examples=_pairs_of_rows,
 )
 def sums_to_send(rows_SD: Tensor, index_S: Tensor, splits_2K: Tensor, nominal: int) -> Tensor:
     """Return the sums of rows by the row that came here and was copied: `index_S` names it for each, and
@@ -172,6 +191,7 @@ def sums_to_send(rows_SD: Tensor, index_S: Tensor, splits_2K: Tensor, nominal: i
     lambda rows_SD, index_S, number: rows_SD.new_empty(number, rows_SD.shape[1]),
     dynamic_rows=lambda *_, **__: False,
     compiles=False,
+    examples=lambda _, number: torch.zeros(number),
 )
 def sums_at_home(rows_SD: Tensor, index_S: Tensor, number: int) -> Tensor:
     """Return the sums of rows by index, 0 to `number` - 1."""

@@ -82,7 +82,8 @@ class Operator:
     compiles      whether a compiled region may contain it
     records       whether a CUDA graph may contain a call
     overwrites    its write in place saves memory, so `cleanup` keeps it where nothing reads the old value later
-    examples      (floating-point arguments, number) -> as many integers that are legal arguments, to measure a call
+    examples      (floating-point arguments, or all if none is; number) -> as many integers that are legal arguments, to
+                  measure a call
     """
 
     elementwise: bool = False
@@ -197,7 +198,7 @@ def num_bytes(values: Any) -> int:
     return sum(map(num_bytes, values)) if isinstance(values, (tuple, list)) else 0
 
 
-def equal_groups(floats: Sequence[Tensor], number: int) -> Tensor:
+def equal_groups(tensors: Sequence[Tensor], number: int) -> Tensor:
     """Return the ends of groups of rows of equal sizes: an example of offsets."""
-    rows = floats[0].shape[0] if floats else number
+    rows = tensors[0].shape[0]
     return torch.linspace(0, rows, number + 1)[1:].long()

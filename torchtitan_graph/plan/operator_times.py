@@ -240,7 +240,7 @@ def _integers(node: Node, source: Node, like: torch.Tensor, count: int) -> torch
         is_list = like.dim() == 4
         return torch.arange(count) % like.shape[-1] if is_list else torch.full((count,), width)
     if (examples := operator_of(node.target).examples) is not None:
-        return examples(floats, count)
+        return examples(floats or tensors, count)
     return torch.randint(_num_places(node, source, floats, tensors), (count,))
 
 

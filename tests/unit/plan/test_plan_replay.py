@@ -13,6 +13,7 @@ from torchtitan_graph.check.matrix import Cell, build_model
 from torchtitan_graph.config import load
 from torchtitan_graph.models.spec import family_names, load_family
 from torchtitan_graph.ops.operator import ALL_GATHER
+from torchtitan_graph.parallel.dispatch import Exchange
 from torchtitan_graph.parallel.layout import ParallelDims
 from torchtitan_graph.plan import operator_times as replaying
 from torchtitan_graph.plan.on_cpu import GLOO, ThisCpu
@@ -60,6 +61,14 @@ def test_every_operator_of_a_family_runs_on_made_up_numbers(family: str) -> None
     assert number == len({key_of(node) for node in run}) < len(run) / 2, "layers are alike"
     assert replay.learn([gm]) == 0, "it keeps what it knows"
     assert all(replay.times(node).warm >= 0 for node in run)
+
+
+def test_every_operator_of_an_exchange_by_machine_runs_on_made_up_numbers() -> None:
+    """In two hops, with results as sums."""
+    dims = ParallelDims(dp_shard=4, ep=4, ep_near=2)
+    experts = (("num_experts", 8),)
+    gm = graph(Cell(dims, family="deepseek_v3", changes=experts, exchange=Exchange(exact=False)))
+    assert Replay().learn([gm]) > 0
 
 
 def test_an_operator_that_can_t_run_is_named() -> None:

@@ -17,7 +17,8 @@ IN_GRAPH = ["--compile.optimizer_in_graph"]
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Give a run in a mode that was killed in the midst of its fourth step; the last save was after the second."""
+    """Return a function from a mode to the folder of a run that was killed in its fourth step, and last saved after its
+    second."""
     options = {"graph": IN_GRAPH, "eager": []}
     return functools.cache(lambda mode: kill_in_step_4(tmp_path_factory.mktemp(mode), mode, *options[mode]))
 

@@ -163,8 +163,7 @@ def _accumulation(config: JobConfig) -> Iterator[Problem]:
         )
     if options.mode == "eager" or (which == "none" and not pairs):
         return
-    paired = "true" if pairs is True else "auto"
-    option, off = (f"{_ONCE} = {which}", "none") if which != "none" else (f"{_PAIRS} = {paired}", "false")
+    option, off = (f"{_ONCE} = {which}", "none") if which != "none" else (f"{_PAIRS} = {str(pairs).lower()}", "false")
     copies = "what is on the host would be copied in each part; leave it out"
     yield from _not_with(
         option,

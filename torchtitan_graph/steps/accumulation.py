@@ -18,13 +18,14 @@ from torch import nn
 
 from torchtitan_graph import device as devices
 from torchtitan_graph.analysis.cost import estimate
+from torchtitan_graph.analysis.liveness import peak_memory
 from torchtitan_graph.capture.traced import TracedResult
 from torchtitan_graph.compiler import PassPlan
 from torchtitan_graph.device import GIB
 from torchtitan_graph.parallel.pipeline import StageGraph
 from torchtitan_graph.parallel.storage import ALL, EXPERTS, NONE, names_of
 from torchtitan_graph.runtime.partition import Once, part_of, partition
-from torchtitan_graph.steps.budget import at_rest
+from torchtitan_graph.steps.budget import at_rest, trained_bytes
 from torchtitan_graph.steps.held import peak_of_accumulation, runs_of
 from torchtitan_graph.steps.interleave import with_joined
 from torchtitan_graph.steps.options import StepOptions
@@ -66,13 +67,20 @@ def choices(plan: PassPlan) -> list[str]:
 
 
 def needs_of(train: TracedResult, plan: PassPlan, model: nn.Module, options: StepOptions) -> tuple[float, float]:
-    """Return a rank's memory with this step, in GiB, and its seconds without the optimizer, by the estimate."""
-    rest = at_rest(plan.storages, model, options.optimizer, accumulates=False)
-    stage, number = _joined(train, plan, options), options.num_microbatches
-    needed = sum(rest.values()) + peak_of_accumulation(stage, number).num_bytes
-    runs = runs_of(stage, number)
-    seconds = sum(estimate(stage.all_parts[name].gm, plan.costs).seconds * times for name, times in runs)
-    return needed / GIB + options.target.rates.reserved_gib, seconds
+    """Return a rank's memory with this step, cut or not, in GiB, and its seconds without the optimizer, by the
+    estimate."""
+    number, costs = options.num_microbatches, plan.costs
+    rest = at_rest(plan.storages, model, options.optimizer, accumulates=not options.is_cut)
+    if options.is_cut:
+        stage = _joined(train, plan, options)
+        peak = peak_of_accumulation(stage, number).num_bytes
+        runs = runs_of(stage, number)
+        seconds = sum(estimate(stage.all_parts[name].gm, costs).seconds * times for name, times in runs)
+    else:
+        peak = peak_memory(train.gm).num_bytes
+        sums = costs.accumulating(trained_bytes(plan.storages.values()))
+        seconds = estimate(train.gm, costs).seconds * number + sums * (number - 1)
+    return (sum(rest.values()) + peak) / GIB + options.target.rates.reserved_gib, seconds
 
 
 def allowed_gib(options: StepOptions) -> float:

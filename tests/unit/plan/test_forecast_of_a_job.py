@@ -92,17 +92,23 @@ def test_inputs_that_are_gathered_and_kept_are_told_apart(jobs: Callable[[str], 
     assert 0 < of_tp.forecast.at_peak[GATHERED_INPUTS] <= sum(each.num_bytes for each in kept)
 
 
-def test_auto_takes_pairs_where_they_are_faster_and_fit() -> None:
+def test_auto_takes_pairs_where_they_are_faster_and_fit(caplog: pytest.LogCaptureFixture) -> None:
     """Where links are slow pairs hide the exchange; without memory for both microbatches, and where there is nothing to
-    hide, microbatches run one by one."""
+    hide, microbatches run one by one. What is said of the choice's memory is what the forecast then says."""
     slow = H100._replace(near=H100.near / 100)
     words = ["--model.name", "qwen3", "--model.flavor", "debugmodel_moe", "--training.global_batch_size", "16"]
     of_experts = [*words, "--parallelism.expert_parallel_degree", "2"]
 
     def is_paired(rates: Rates, world_size: int, given: list[str]) -> bool:
         given = [*DEBUG, *given, "--parallelism.overlap_microbatches=auto"]
-        (rank,) = build(configuration(given, world_size), world_size, rates).ranks
-        return isinstance(rank.graphs.train, StageGraph) and PAIR[0] in rank.graphs.train.joined
+        caplog.clear()
+        with caplog.at_level("INFO", "torchtitan_graph"):
+            (rank,) = build(configuration(given, world_size), world_size, rates).ranks
+        found = isinstance(rank.graphs.train, StageGraph) and PAIR[0] in rank.graphs.train.joined
+        (line,) = (text for text in caplog.messages if text.startswith(f"auto: overlap_microbatches {found}".lower()))
+        said = float(line.split(" GiB")[0].split()[-1])
+        assert said == pytest.approx(rank.forecast.in_all / 2**30 + rates.reserved_gib, rel=0.02)
+        return found
 
     assert is_paired(slow, 2, of_experts)
     assert not is_paired(slow._replace(memory_gib=1.0), 2, of_experts)

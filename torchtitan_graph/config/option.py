@@ -98,6 +98,8 @@ class Option:
             hint = ", in 64 bits" if self.kind is int and type(value) is int else ""
             if self.kind is str and not isinstance(value, (list, dict)):
                 hint = ", in UTF-8 and without NUL" if isinstance(value, str) else " in quotes"
+            if self.kind is bool and isinstance(value, str):
+                hint = did_you_mean(value, self.choices)
             raise UserError(f"must be {self.legal()}{hint}")
         if self.any_case:
             value = next((choice for choice in self.choices if choice.lower() == value.lower()), value)

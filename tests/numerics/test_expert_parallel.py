@@ -36,6 +36,7 @@ from pool import run_on
 from torchtitan_graph.checkpoint import Checkpointer
 from torchtitan_graph.config import job
 from torchtitan_graph.models.layers.moe import AuxiliaryLoss, Router
+from torchtitan_graph.ops.exchange import turned_order
 from torchtitan_graph.parallel import dispatch
 from torchtitan_graph.parallel.layout import Layout, ParallelDims
 from torchtitan_graph.parallel.recompute import Budget, Recompute
@@ -61,7 +62,7 @@ def _first_experts(router: Router, scores_TE: Tensor) -> Tensor:
 
 TWISTS: dict[str, tuple[Any, str, Any]] = {
     "one rank gets all rows": (Router, "_choose", _first_experts),
-    "rows not regrouped": (dispatch, "regroup", lambda x_SD, counts_RE, back: x_SD * 1),
+    "rows not regrouped": (dispatch, "turned_order", lambda rows, counts_RE: turned_order(rows, counts_RE.flip(0))),
     "loads of a part of each row": (Layout, "routing_groups", property(lambda layout: layout.data_groups)),
 }
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from torchtitan_graph.ops.experts import permuted
 from torchtitan_graph.ops.operator import ALL_TO_ALL, operator
 
 _ENDS: dict[int, torch.cuda.Event] = {}  # where a copy of the splits lies -> its end
@@ -63,37 +64,29 @@ def exchange(x_SD: Tensor, splits_2R: Tensor, back: bool, nominal: int, varies: 
     return torch.ops._c10d_functional.all_to_all_single(x_SD, receive, send, group)
 
 
-def _save_counts(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    _, counts_RE, ctx.back = inputs
-    ctx.save_for_backward(counts_RE)
-
-
-def _regroup_backward(ctx, grad_SD: Tensor):  # type: ignore[no-untyped-def]
-    (counts_RE,) = ctx.saved_tensors
-    return regroup(grad_SD.contiguous(), counts_RE, not ctx.back), None, None
-
-
 def _even_counts(tensors: Sequence[Tensor], number: int) -> Tensor:
     rows = tensors[0].shape[0]
     return torch.arange(rows, rows + number).div(number, rounding_mode="floor")
 
 
 @operator(
-    lambda x_SD, counts_RE, back: torch.empty_like(x_SD),
-    setup=_save_counts,
-    backward=_regroup_backward,
+    lambda rows_SD, counts_RE: counts_RE.new_empty(rows_SD.shape[0]),
+    reads_first=False,
     examples=_even_counts,
 )
-def regroup(x_SD: Tensor, counts_RE: Tensor, back: bool) -> Tensor:
-    """Reorder rows sorted by rank, then expert, to expert, then rank; `back` undoes it.
-
-    The host reads nothing.
+def turned_order(rows_SD: Tensor, counts_RE: Tensor) -> Tensor:
+    """Return the order by expert, then rank, of rows that lie by rank, then expert, `counts_RE` of each. The order of
+    `counts_RE.t()` undoes it. The host reads nothing.
     """
     counts, turned = counts_RE.flatten(), counts_RE.t().flatten()
     begins = (counts.cumsum(0) - counts).view_as(counts_RE).t().flatten()
-    shifts, S = begins - (turned.cumsum(0) - turned), x_SD.shape[0]
-    order_S = torch.repeat_interleave(shifts, turned, output_size=S) + torch.arange(S, device=x_SD.device)
-    return torch.empty_like(x_SD).index_copy_(0, order_S, x_SD) if back else x_SD.index_select(0, order_S)
+    shifts, S = begins - (turned.cumsum(0) - turned), rows_SD.shape[0]
+    return torch.repeat_interleave(shifts, turned, output_size=S) + torch.arange(S, device=rows_SD.device)
+
+
+def regrouped(rows_SD: Tensor, counts_RE: Tensor) -> Tensor:
+    """Return rows by expert, then rank, of rows that lie by rank, then expert; that of `counts_RE.t()` undoes it."""
+    return permuted(rows_SD, turned_order(rows_SD, counts_RE), turned_order(rows_SD, counts_RE.t()))
 
 
 class _Exchanged(torch.autograd.Function):

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.ops.operator import equal_groups, operator
+from torchtitan_graph.ops.rows import sums_of_rows
 
 
 def _has_grouped_kernel(x: Tensor) -> bool:
@@ -205,8 +206,9 @@ class _Permuted(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_SD: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[no-untyped-def, override]
         (inverse_S,) = ctx.saved_tensors
-        grad_TAD = grad_SD.index_select(0, inverse_S).unflatten(0, (-1, ctx.copies))
-        return grad_TAD.sum(1) if ctx.copies > 1 else grad_TAD.squeeze(1), None, None, None
+        copies = ctx.copies
+        grad_TD = grad_SD.index_select(0, inverse_S) if copies == 1 else sums_of_rows(grad_SD, inverse_S, copies)
+        return grad_TD, None, None, None
 
 
 def permuted(x_TD: Tensor, order_S: Tensor, inverse_S: Tensor, copies: int = 1) -> Tensor:

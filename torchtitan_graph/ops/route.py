@@ -5,6 +5,9 @@ A mixture copies each token to a row for each of its experts, and adds up the re
 linear map and its transpose: the gradient of one is the other. A `Way` says both, for tensors that need no gradients;
 autograd knows them as a whole, so that each may take its own path between ranks. A result of `back` may be in
 transit while other work runs; the number of rows on the experts' side may depend on data.
+
+Rows that arrive get their order by expert, and results are sent, while they are multiplied by their scores: neither is
+written in between.
 """
 
 from __future__ import annotations
@@ -17,6 +20,8 @@ import torch
 from torch import Tensor
 
 from torchtitan_graph.ops.experts import permuted
+from torchtitan_graph.ops.rows import scored_rows_backward, sums_of_rows
+from torchtitan_graph.ops.wire import Wire
 
 
 class Slots(NamedTuple):
@@ -54,11 +59,16 @@ Spread = Callable[[int], float]
 class Way(Protocol):
     """A map from tokens to experts' rows, and its transpose. It takes tensors that `Route` holds."""
 
-    def out(self, x_TD: Tensor, *tensors: Tensor) -> Tensor:
-        """Return each token's row for each of its experts here, sorted by expert."""
+    @property
+    def wire(self) -> Wire:
+        """Return how rows travel."""
 
-    def back(self, y_SD: Tensor, *tensors: Tensor) -> Tensor:
-        """Return such rows where their tokens are, in an order of its own; they may be in transit."""
+    def out(self, x_TD: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+        """Return tokens as they arrive, and where among them each row of each expert here is, sorted by expert."""
+
+    def back(self, y_SD: Tensor, scores_S1: Tensor | None, *tensors: Tensor) -> Tensor:
+        """Return such rows, times their scores, where their tokens are, in an order of its own; they may be in
+        transit."""
 
     def home(self, rows: Tensor, *tensors: Tensor) -> Tensor:
         """Return the sum of each token's rows, (T, D), given the result of `back`."""
@@ -85,9 +95,10 @@ class Route:
         """Return each token's row for each of its experts, sorted by expert."""
         return _Out.apply(self.way, x_TD, *self.tensors)  # type: ignore[no-untyped-call, no-any-return]
 
-    def back(self, y_SD: Tensor) -> tuple[Tensor, Tensor]:
-        """Send the experts' results to their tokens; `home` takes what it returns. Other work may run in between."""
-        return _Back.apply(self.way, self.num_tokens, y_SD, *self.tensors)  # type: ignore[no-untyped-call, no-any-return]
+    def back(self, y_SD: Tensor, scores_S1: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Send the experts' results, times their scores, to their tokens; `home` takes what it returns. Other work may
+        run in between."""
+        return _Back.apply(self.way, self.num_tokens, y_SD, scores_S1, *self.tensors)  # type: ignore[no-untyped-call, no-any-return]
 
     def home(self, rows: Tensor, anchor_TD: Tensor) -> Tensor:
         """Return the sum of each token's results, (T, D)."""
@@ -99,12 +110,17 @@ class _Out(torch.autograd.Function):
     def forward(ctx: Any, way: Way, x_TD: Tensor, *tensors: Tensor) -> Tensor:
         ctx.way = way
         ctx.save_for_backward(*tensors)
-        return way.out(x_TD, *tensors)
+        return _arrived(way, x_TD, *tensors)
 
     @staticmethod
     def backward(ctx: Any, grad_SD: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         way, tensors = ctx.way, ctx.saved_tensors
-        return None, way.home(way.back(grad_SD.contiguous(), *tensors), *tensors), *(None for _ in tensors)
+        return None, way.home(way.back(grad_SD.contiguous(), None, *tensors), *tensors), *(None for _ in tensors)
+
+
+def _arrived(way: Way, x_TD: Tensor, *tensors: Tensor) -> Tensor:
+    rows, index_S = way.out(x_TD, *tensors)
+    return way.wire.unpacked(rows.index_select(0, index_S), x_TD.dtype)
 
 
 class _Back(torch.autograd.Function):
@@ -112,17 +128,24 @@ class _Back(torch.autograd.Function):
     to here as that of `anchor_TD`, which is never read."""
 
     @staticmethod
-    def forward(ctx: Any, way: Way, num_tokens: int, y_SD: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.way = way
-        ctx.save_for_backward(*tensors)
-        rows = way.back(y_SD, *tensors)
+    def forward(
+        ctx: Any, way: Way, num_tokens: int, y_SD: Tensor, scores_S1: Tensor | None, *tensors: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        ctx.way, ctx.is_scored = way, scores_S1 is not None
+        ctx.save_for_backward(*((y_SD, scores_S1) if ctx.is_scored else ()), *tensors)
+        rows = way.back(y_SD, scores_S1, *tensors)
         ctx.mark_non_differentiable(rows)
         return rows, y_SD.new_empty(1, 1).expand(num_tokens, y_SD.shape[1])
 
     @staticmethod
     def backward(ctx: Any, _: None, grad_TD: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        tensors = ctx.saved_tensors
-        return None, None, ctx.way.out(grad_TD.contiguous(), *tensors), *(None for _ in tensors)
+        way, saved, grad_TD = ctx.way, ctx.saved_tensors, grad_TD.contiguous()
+        if not ctx.is_scored:
+            return None, None, _arrived(way, grad_TD, *saved), None, *(None for _ in saved)
+        y_SD, scores_S1, *tensors = saved
+        rows, index_S = way.out(grad_TD, *tensors)
+        grads = scored_rows_backward(way.wire.unpacked(rows, grad_TD.dtype), index_S, y_SD, scores_S1)
+        return None, None, *grads, *(None for _ in tensors)
 
 
 class _Home(torch.autograd.Function):
@@ -136,32 +159,23 @@ class _Home(torch.autograd.Function):
         return None, None, grad_TD, *(None for _ in range(ctx.num_tensors))
 
 
-def copied(x_TD: Tensor, order_S: Tensor, copies: int) -> Tensor:
-    """Return each token's row for each slot, in their order."""
-    return x_TD.index_select(0, order_S // copies)
-
-
-def summed(rows_SD: Tensor, inverse_S: Tensor, copies: int) -> Tensor:
-    """Return the sum of each token's rows, (T, D), given one for each slot in their order."""
-    return rows_SD.index_select(0, inverse_S).unflatten(0, (-1, copies)).sum(1)
-
-
 @dataclasses.dataclass(frozen=True)
 class AtHome:
     """All experts are on this rank."""
 
     copies: int
+    wire: Wire = Wire()
 
     # Tensors: the slots' order and its inverse.
 
-    def out(self, x_TD: Tensor, *tensors: Tensor) -> Tensor:
-        return copied(x_TD, tensors[0], self.copies)
+    def out(self, x_TD: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+        return x_TD, tensors[0] // self.copies
 
-    def back(self, y_SD: Tensor, *tensors: Tensor) -> Tensor:
-        return y_SD.view_as(y_SD)
+    def back(self, y_SD: Tensor, scores_S1: Tensor | None, *tensors: Tensor) -> Tensor:
+        return y_SD.view_as(y_SD) if scores_S1 is None else y_SD * scores_S1
 
     def home(self, rows: Tensor, *tensors: Tensor) -> Tensor:
-        return summed(rows, tensors[1], self.copies)
+        return sums_of_rows(rows, tensors[1], self.copies)
 
 
 def at_home(slots: Slots, spread: Spread) -> Route:

@@ -22,8 +22,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchtitan_graph.ops.exchange import after_begins, hits, regroup, row_splits, sent, sums_at_home, sums_to_send
+from torchtitan_graph.ops.exchange import (
+    after_begins,
+    hits,
+    row_splits,
+    sent,
+    sums_at_home,
+    sums_to_send,
+    turned_order,
+)
 from torchtitan_graph.ops.route import Route, Slots, Spread
+from torchtitan_graph.ops.wire import Wire
 from torchtitan_graph.parallel.dispatch import Direct, Dispatch, direct
 
 c10d = torch.ops._c10d_functional
@@ -45,19 +54,23 @@ class ByMachine:
     hops: tuple[Hop, ...]
     exact: bool
 
-    def out(self, x_TD: Tensor, *tensors: Tensor) -> Tensor:
+    @property
+    def wire(self) -> Wire:
+        return self.direct.wire
+
+    def out(self, x_TD: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
         # of each hop the rows to send and their numbers; then where the slots' rows are among those that came
         *of_hops, place_S = tensors[4:]
-        rows = self.direct.wire.packed(x_TD)
+        rows = self.wire.packed(x_TD)
         for hop, index_U, splits_2K in zip(self.hops, of_hops[::2], of_hops[1::2], strict=True):
             rows = sent(rows.index_select(0, index_U), splits_2K, False, hop.group)
-        return self.direct.wire.unpacked(rows.index_select(0, place_S), x_TD.dtype)
+        return rows, place_S
 
-    def back(self, y_SD: Tensor, *tensors: Tensor) -> Tensor:
+    def back(self, y_SD: Tensor, scores_S1: Tensor | None, *tensors: Tensor) -> Tensor:
         if self.exact:
-            return self.direct.back(y_SD, *tensors[:4])
+            return self.direct.back(y_SD, scores_S1, *tensors[:4])
         *of_hops, index = tensors[4:]
-        rows = y_SD
+        rows = y_SD if scores_S1 is None else y_SD * scores_S1
         for hop, index_U, splits_2K in reversed(list(zip(self.hops, of_hops[::2], of_hops[1::2], strict=True))):
             rows = sums_to_send(rows, index, splits_2K, hop.num_rows)
             rows, index = sent(rows, splits_2K, True, hop.group, varies=True), index_U
@@ -115,7 +128,7 @@ def by_machine(
     place_TA = (hit_TR.cumsum(0) - 1).gather(1, rank_TA)
     place_S1 = place_TA.view(-1, 1).index_select(0, slots.order_S)
     place_S1 = after_begins(sent(place_S1, splits_2R, False, dispatch.group), received_RE, begins_R)
-    place_S = regroup(place_S1, received_RE, False).squeeze(1)
+    place_S = place_S1.squeeze(1).index_select(0, turned_order(place_S1, received_RE))
     way = ByMachine(route.way, hops, exact)
     return dataclasses.replace(route, way=way, tensors=(*route.tensors, *of_hops, place_S))
 

@@ -15,9 +15,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchtitan_graph.ops.exchange import exchanged, regroup, row_splits, sent
+from torchtitan_graph.ops.exchange import exchanged, regrouped, row_splits, sent, turned_order
 from torchtitan_graph.ops.experts import permuted
-from torchtitan_graph.ops.route import Route, Slots, Spread, copied, summed
+from torchtitan_graph.ops.route import Route, Slots, Spread
+from torchtitan_graph.ops.rows import scored_rows, sums_of_rows
 from torchtitan_graph.ops.wire import Wire
 
 c10d = torch.ops._c10d_functional
@@ -52,17 +53,20 @@ class Direct:
 
     # Tensors: the slots' order and its inverse; rows to and from each rank; rows from each rank for each expert.
 
-    def out(self, x_TD: Tensor, *tensors: Tensor) -> Tensor:
+    def out(self, x_TD: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
         order_S, _, splits_2R, received_RE = tensors
-        rows = sent(copied(self.wire.packed(x_TD), order_S, self.copies), splits_2R, False, self.group)
-        return self.wire.unpacked(regroup(rows, received_RE, False), x_TD.dtype)
+        copies = self.wire.packed(x_TD).index_select(0, order_S // self.copies)
+        rows = sent(copies, splits_2R, False, self.group)
+        return rows, turned_order(rows, received_RE)
 
-    def back(self, y_SD: Tensor, *tensors: Tensor) -> Tensor:
+    def back(self, y_SD: Tensor, scores_S1: Tensor | None, *tensors: Tensor) -> Tensor:
         _, _, splits_2R, received_RE = tensors
-        return sent(regroup(y_SD, received_RE, True), splits_2R, True, self.group)
+        order_S = turned_order(y_SD, received_RE.t())
+        rows = y_SD.index_select(0, order_S) if scores_S1 is None else scored_rows(y_SD, scores_S1, order_S)
+        return sent(rows, splits_2R, True, self.group)
 
     def home(self, rows: Tensor, *tensors: Tensor) -> Tensor:
-        return summed(rows, tensors[1], self.copies)
+        return sums_of_rows(rows, tensors[1], self.copies)
 
 
 def direct(dispatch: Dispatch, slots: Slots, spread: Spread) -> Route:
@@ -72,7 +76,7 @@ def direct(dispatch: Dispatch, slots: Slots, spread: Spread) -> Route:
 
     def numbers(x_TA: Tensor) -> Tensor:
         rows_S1 = permuted(x_TA.reshape(-1, 1), order_S, inverse_S)
-        return regroup(exchanged(rows_S1, splits_2R, False, group), received_RE, False)
+        return regrouped(exchanged(rows_S1, splits_2R, False, group), received_RE)
 
     way, tensors = Direct(slots.copies, group, dispatch.wire), (order_S, inverse_S, splits_2R, received_RE)
     return Route(slots.chosen_TA.shape[0], way, tensors, received_RE.sum(0), numbers)
@@ -87,8 +91,8 @@ def dispatched(dispatch: Dispatch, forward: Callable[..., Tensor], x_SD: Tensor,
         load_E: number of rows for each expert of all ranks.
     """
     splits_2R, received_RE = _counts(dispatch, load_E)
-    rows = regroup(exchanged(x_SD, splits_2R, False, dispatch.group), received_RE, False)
-    results = regroup(forward(rows, received_RE.sum(0)), received_RE, True)
+    rows = regrouped(exchanged(x_SD, splits_2R, False, dispatch.group), received_RE)
+    results = regrouped(forward(rows, received_RE.sum(0)), received_RE.t())
     return exchanged(results, splits_2R, True, dispatch.group)
 
 

@@ -157,7 +157,7 @@ def test_only_what_computes_with_operators_names_them() -> None:
     "code",
     [
         "_X = torch.ops.torchtitan_graph.exchange.default",
-        "from torchtitan_graph.ops.exchange import exchange, regroup",
+        "from torchtitan_graph.ops.exchange import exchange, turned_order",
         "sends = 'exchange' in str(node.target)",
     ],
 )

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from torchtitan_graph.ops import experts
-from torchtitan_graph.ops.exchange import regroup, row_splits
+from torchtitan_graph.ops.exchange import regrouped, row_splits, turned_order
 from torchtitan_graph.ops.experts import grouped_add, grouped_mm, grouped_outer, grouped_sum, permuted
+from torchtitan_graph.ops.rows import scored_rows, scored_rows_backward, sums_of_rows
 
 D, F = 6, 5
 SIZES = [(3, 4, 1), (0, 5, 0, 0, 2, 0), (8,), (0, 0)]  # of the groups
@@ -132,10 +133,24 @@ def test_rows_are_regrouped_by_expert_and_back(counts_RE: Tensor) -> None:
     ranks, experts = counts_RE.shape
     came = [(e, r) for r in range(ranks) for e in range(experts) for _ in range(counts_RE[r, e])]
     x = torch.tensor(came, dtype=torch.float64).view(-1, 2).requires_grad_()
-    found = regroup(x, counts_RE, False)
+    found = regrouped(x, counts_RE)
     assert found.tolist() == [list(row) for row in sorted(came)]
-    assert torch.equal(regroup(found, counts_RE, True), x)
-    assert torch.autograd.gradcheck(lambda x: regroup(x, counts_RE, False), (x,))
+    assert torch.equal(regrouped(found, counts_RE.t()), x)
+    assert torch.autograd.gradcheck(lambda x: regrouped(x, counts_RE), (x,))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_are_scaled_and_summed_in_another_order_as_torch_does_step_by_step(dtype: torch.dtype) -> None:
+    """To the bit; rows of a gradient may be read several times, or not at all."""
+    order, index = torch.tensor([2, 0, 3, 1]), torch.tensor([4, 0, 0, 2])
+    rows, grads = (randn(n, D).to(dtype) for n in (4, 5))
+    scores = randn(4, 1).to(dtype)
+    assert torch.equal(scored_rows(rows, scores, order), (rows * scores)[order])
+    assert torch.equal(sums_of_rows(rows, order, 2), rows[order].view(2, 2, D).sum(1))
+    leaves = rows.clone().requires_grad_(), scores.clone().requires_grad_()
+    expected = torch.autograd.grad(leaves[0] * leaves[1], leaves, grads[index])
+    assert all(map(torch.equal, scored_rows_backward(grads, index, rows, scores), expected))
+    assert not torch.equal(scored_rows(rows, scores, order.flip(0)), (rows * scores)[order])
 
 
 def test_the_host_reads_how_many_rows_go_to_each_rank_and_come_from_it() -> None:
@@ -163,7 +178,10 @@ def test_the_operators_keep_torchs_rules_for_operators(transposed: bool) -> None
     torch.library.opcheck(grouped_outer, (x.detach(), randn(sum(sizes), F), ends(sizes)))
     torch.library.opcheck(grouped_sum, (x.detach(), ends(sizes)))
     torch.library.opcheck(grouped_add, (randn(sum(sizes), F).requires_grad_(), randn(len(sizes), F), ends(sizes)))
-    torch.library.opcheck(regroup, (randn(int(COUNTS_RE.sum()), D).requires_grad_(), COUNTS_RE, transposed))
+    torch.library.opcheck(turned_order, (randn(int(COUNTS_RE.sum()), D), COUNTS_RE))
+    torch.library.opcheck(sums_of_rows, (randn(4, D), torch.arange(4), 2))
+    torch.library.opcheck(scored_rows, (randn(4, D), randn(4, 1), torch.arange(4)))
+    torch.library.opcheck(scored_rows_backward, (randn(3, D), torch.arange(3), randn(3, D), randn(3, 1)))
     torch.library.opcheck(row_splits, (COUNTS_RE, COUNTS_RE))
 
 

@@ -42,7 +42,7 @@ def test_the_host_reads_once_a_layer_whatever_is_recomputed(layout_of: Callable,
     kept, again = graphs(layout).train.gm, graphs(layout, recompute=recompute).train.gm
     for gm in (kept, again):
         assert len(calls(gm, COUNTS)) == len(calls(gm, ours.row_splits.default)) == NUM_LAYERS - 1
-    assert len(calls(again, ours.regroup.default)) > len(calls(kept, ours.regroup.default))
+    assert len(calls(again, ours.turned_order.default)) > len(calls(kept, ours.turned_order.default))
 
 
 def test_the_host_waits_for_how_many_rows_while_they_are_put_in_order(layout_of: Callable) -> None:
@@ -74,7 +74,7 @@ def test_no_region_is_compiled_for_rows_of_which_there_is_any_number(layout_of: 
     gm, without = (graphs(each).train.gm for each in (layout, at_home(layout)))
     for each in (gm, without):
         tag_regions(each, ["layers.*"])
-    away = calls(gm, EXCHANGE, ours.regroup.default, ours.grouped_mm.default, ours.grouped_outer.default)
+    away = calls(gm, EXCHANGE, ours.turned_order.default, ours.grouped_mm.default, ours.grouped_outer.default)
     assert away and all(meta.region(node) is None for node in away)
     at_home_still = calls(gm, aten.topk.default) + calls(without, ours.grouped_mm.default)
     assert all(meta.region(node) is not None for node in at_home_still)

@@ -291,12 +291,12 @@ class MoE(nn.Module):
         route = self.experts.route(slots, self.config.mean_parts)
         x_SD, scores_S1 = route.out(x_TD), route.numbers(scores_TA.to(x_TD.dtype))
         if self.config.score_input:
-            y_SD = self.experts(x_SD * scores_S1, route.load_E)
+            returned = route.back(self.experts(x_SD * scores_S1, route.load_E))
         elif self.early_scores:
-            y_SD = self.experts(x_SD, route.load_E, scores_S1)
+            returned = route.back(self.experts(x_SD, route.load_E, scores_S1))
         else:
-            y_SD = self.experts(x_SD, route.load_E) * scores_S1
-        returned, shared_BLD = route.back(y_SD), None
+            returned = route.back(self.experts(x_SD, route.load_E), scores_S1)
+        shared_BLD = None
         if self.shared_experts is not None:  # here, while the results are in transit
             shared_BLD = self.shared_experts(x_TD.view_as(x_BLD))
         y_TD = route.home(*returned)

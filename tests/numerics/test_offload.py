@@ -10,11 +10,15 @@ from pool import run_on
 from torchtitan_graph.analysis import keeping
 from torchtitan_graph.analysis.liveness import host_memory
 from torchtitan_graph.parallel.layout import ParallelDims
+from torchtitan_graph.parallel.pipeline import StageGraph
 from torchtitan_graph.parallel.recompute import Recompute
 
 PP2 = ParallelDims(pp=2)
 LAYERS = tuple(f"layers.{i}" for i in range(8))
 GPIPE = (("pipeline_parallel_schedule", "GPipe"),)
+DUALPIPE = (("pipeline_parallel_schedule", "DualPipeV"), ("overlap_microbatches", True))
+EP2 = ParallelDims(dp_shard=2, ep=2)
+MOE = {"family": "qwen3", "flavor": "debugmodel_moe"}
 ZERO_BUBBLE = (("pipeline_parallel_schedule", "ZBVZeroBubble"),)
 
 
@@ -25,7 +29,8 @@ def moved_and_differences(cell: Cell) -> tuple[int, list[str]]:
     with patch.object(keeping, "SMALLEST", 0):  # the model is tiny
         graphs = final_graphs(away)[1].train
         found = train(away, build_graph(away))
-    steps = [stage.train for stage in graphs.values()] if isinstance(graphs, dict) else [graphs]
+    stages = graphs.values() if isinstance(graphs, dict) else [graphs]
+    steps = [stage.train if isinstance(stage, StageGraph) else stage for stage in stages]
     return sum(host_memory(step.gm) for step in steps), bits_that_differ(expected, found)
 
 
@@ -35,6 +40,14 @@ def moved_and_differences(cell: Cell) -> tuple[int, list[str]]:
         pytest.param(Cell(FSDP2, BF16, recompute=Recompute(by_op=True), num_microbatches=2), id="FSDP-2-recompute-op"),
         pytest.param(Cell(ParallelDims(dp_shard=2, ep=2), FP32, "deepseek_v3"), id="EP-2", marks=pytest.mark.slow),
         pytest.param(Cell(PP2, BF16, num_microbatches=4, pipeline=GPIPE), id="PP-2", marks=pytest.mark.slow),
+        pytest.param(
+            Cell(EP2, BF16, pairs=True, once="all", num_microbatches=4, **MOE), id="EP-2-pairs", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            Cell(dataclasses.replace(EP2, pp=2), BF16, pipeline=DUALPIPE, num_microbatches=4, **MOE),
+            id="PP-2-EP-2-pairs",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(Cell(ONE, FP32, "gpt_oss"), id="experts", marks=pytest.mark.slow),
         pytest.param(Cell(TP2, BF16, recompute=Recompute(every=2)), id="TP-2", marks=pytest.mark.slow),
         pytest.param(Cell(PP2, num_microbatches=4, pipeline=ZERO_BUBBLE), id="PP-2-halves", marks=pytest.mark.slow),

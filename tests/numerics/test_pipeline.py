@@ -137,6 +137,21 @@ def test_every_schedule_is_torchs(schedule):
     check_bits(cell(PP2, schedule))
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="torch 2.11's own V schedules send from a rank to itself")
+@pytest.mark.parametrize(
+    "other",
+    [{}, {"dims": ParallelDims(pp=2, dp_shard=2, ep=2), "family": "qwen3", "flavor": "debugmodel_moe"}],
+    ids=["PP-2", "PP-2-EP-2"],
+)
+def test_pairs_are_what_torch_overlaps(other):
+    """A forward and a backward in one graph of ours are one OVERLAP_F_B of torch's, which runs its two in turn."""
+    together = (("pipeline_parallel_schedule", "DualPipeV"), ("overlap_microbatches", True))
+    tried = cell(**{"dims": PP2, "schedule": "DualPipeV", "pipeline": together, **other})
+    assert tried.schedule().pairs
+    check_bits(tried)
+
+
 FLOAT8 = {"precision": BF16, "float8": Recipe(DELAYED), "ffn_dim": 128}
 
 

@@ -164,7 +164,6 @@ def _accumulation(config: JobConfig) -> Iterator[Problem]:
     if options.mode == "eager" or (which == "none" and not pairs):
         return
     option, off = (f"{_ONCE} = {which}", "none") if which != "none" else (f"{_PAIRS} = {str(pairs).lower()}", "false")
-    copies = "what is on the host would be copied in each part; leave it out"
     yield from _not_with(
         option,
         off,
@@ -173,8 +172,11 @@ def _accumulation(config: JobConfig) -> Iterator[Problem]:
             config.training.dynamic_seq_len,
             "the parts of a step have one length; set it to false",
         ),
-        ("training.enable_cpu_offload", config.training.enable_cpu_offload, copies),
-        ("activation_checkpoint.offload", bool(config.activation_checkpoint.offload), copies),
+        (
+            "training.enable_cpu_offload",
+            config.training.enable_cpu_offload,
+            "what is on the host would be copied in each part; leave it out",
+        ),
         ("compile.cuda_graphs", options.cuda_graphs, "parts of a step are not recorded; set it to false"),
     )
     for key, value, others in ((_ONCE, which, "all, experts or none"), (_PAIRS, pairs, "true or false")):

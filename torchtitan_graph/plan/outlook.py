@@ -20,6 +20,7 @@ from torchtitan_graph.device import GIB
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.optim import AVERAGE_DTYPE
+from torchtitan_graph.parallel.pipeline import StageGraph
 from torchtitan_graph.parallel.storage import Storage
 from torchtitan_graph.plan.expert_loads import (
     Busiest,
@@ -33,6 +34,8 @@ from torchtitan_graph.plan.expert_loads import (
 from torchtitan_graph.plan.failures import Failures, Saving, expect, saving
 from torchtitan_graph.plan.ranks import BuiltJob, Rank
 from torchtitan_graph.plan.simulate import JobForecast, Prices, simulate
+from torchtitan_graph.steps import Graphs, StepOptions
+from torchtitan_graph.steps.interleave import with_joined, with_pairs
 
 _HOUR, _GB = 3600.0, 1e9
 _RESTART_MINUTES = 10.0  # assumed: a job is scheduled, and its processes start and load a checkpoint
@@ -98,14 +101,21 @@ def check_loads(path: Path, model: Decoder) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Uneven:
-    """A step with uneven experts: the busiest rank by layer, the step's seconds, and the additional bytes of such a
-    rank; None in a pipeline."""
+    """A step with uneven experts.
+
+    by_layer    the busiest rank by layer
+    step_s      the step's seconds, in the order for even loads
+    even_s      with even loads
+    ordered_s   in the best order found for these loads; None where no parts of several microbatches are ordered
+    more_bytes  the additional bytes of the busiest rank; None in a pipeline
+    """
 
     by_layer: Mapping[str, Busiest]
     ep: int
     mean_rows: int
     step_s: float
     even_s: float
+    ordered_s: float | None
     more_bytes: int | None
 
 
@@ -156,6 +166,11 @@ class Outlook:
         more = "" if found.more_bytes is None else f", and {found.more_bytes / GIB:.3f} GiB more on that rank"
         by = found.step_s / found.even_s - 1
         yield f"  with these loads a step takes {found.step_s:.4g} s, {by:+.1%}{more}"
+        if found.ordered_s is not None:
+            yield (
+                f"  in an order for these loads it would take {found.ordered_s:.4g} s: the order for even loads, in"
+                f" which it runs, loses {found.step_s / found.ordered_s - 1:.2%}"
+            )
 
 
 def look_ahead(args: argparse.Namespace, plan: JobForecast, prices: Prices) -> Outlook:
@@ -208,12 +223,39 @@ def _uneven(loads: Mapping[str, list[float]], plan: JobForecast, prices: Prices)
     ep = job.dims.ep
     found = busiest_by_layer(loads, layers, ep)
 
-    def of(rank: Rank) -> Costs:
-        return uneven(prices(rank), {name: found[own] for name, own in rank.names.items() if own in found})
+    def loads_of(rank: Rank) -> dict[str, Busiest]:
+        return {name: found[own] for name, own in rank.names.items() if own in found}
 
-    slow = simulate(job, of, plan.rates)
+    def of(rank: Rank) -> Costs:
+        return uneven(prices(rank), loads_of(rank))
+
+    slow, ordered_s = simulate(job, of, plan.rates), None
+    if job.options.is_cut or (job.options.pipeline is not None and job.options.pipeline.pairs):
+        known: dict[Any, Graphs] = {}  # of ranks with equal graphs and loads
+        ranks = []
+        for place, rank in enumerate(job.ranks):
+            key = (*map(id, rank.modules), *((name, each.over_mean) for name, each in loads_of(rank).items()))
+            if key not in known:
+                known[key] = _ordered(rank.graphs, job.options, place, of(rank))
+            own = known[key]
+            if isinstance(own.train, dict):  # by its own stages' numbers
+                own = own._replace(train=dict(zip(rank.graphs.train, own.train.values(), strict=True)))  # type: ignore[arg-type]
+            ranks.append(rank._replace(graphs=own))
+        other = simulate(job._replace(ranks=ranks), of, plan.rates)
+        ordered_s = min(slow.step.seconds, other.step.seconds)
     more = None
     if isinstance(train := plan.rank.graphs.train, TracedResult):
         more = peak_with_loads(train.gm, found) - peak_memory(train.gm).num_bytes
     sent = (rows_sent(gm) for rank in job.ranks for gm in rank.modules)
-    return Uneven(found, ep, max(sent), slow.step.seconds, plan.step.seconds, more)
+    return Uneven(found, ep, max(sent), slow.step.seconds, plan.step.seconds, ordered_s, more)
+
+
+def _ordered(graphs: Graphs, options: StepOptions, place: int, costs: Costs) -> Graphs:
+    """Return graphs whose parts of several microbatches run in the order that is shortest by other costs."""
+    train = graphs.train
+    if isinstance(train, StageGraph):
+        train = with_joined(train, costs, options.num_microbatches, in_pairs=options.pairs is True)
+    elif isinstance(train, dict):
+        assert options.pipeline is not None
+        train = with_pairs(train, options.pipeline, place, costs)
+    return graphs._replace(train=train)

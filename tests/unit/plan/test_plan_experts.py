@@ -132,3 +132,41 @@ def test_a_step_waits_for_the_busiest_rank_and_a_checkpoint_has_all_parameters_a
     own = load(["--optimizer.name", "my.Own"])
     with pytest.raises(UserError, match="--storage_gb_per_s: what optimizer.name = 'my.Own' keeps is not known"):
         check_arguments(parser.parse_args(["--storage_gb_per_s", "1"]), own)
+
+
+@pytest.mark.parametrize(
+    ("more", "world", "ordered"),
+    [
+        pytest.param("1 --parallelism.overlap_microbatches true", 2, True, marks=pytest.mark.slow),
+        pytest.param("1", 2, False, marks=pytest.mark.slow),
+        pytest.param(
+            "4 --parallelism.overlap_microbatches true --parallelism.pipeline_parallel_degree 2"
+            " --parallelism.pipeline_parallel_schedule DualPipeV",
+            4,
+            True,
+        ),
+    ],
+    ids=["pairs", "one by one", "pairs in a pipeline"],
+)
+def test_an_order_for_the_loads_is_compared_with_the_one_that_runs(
+    more: str, world: int, ordered: bool, tmp_path: Path
+) -> None:
+    """One microbatch after the other has no such order."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    rates = RATES["H100"]._replace(near=5e8, launch=0.0)  # a slow link, so that orders differ
+    words = f"--model.name deepseek_v3 --training.seq_len 512 --training.local_batch_size {more}"
+    words += " --training.global_batch_size 8 --activation_checkpoint.mode none --parallelism.expert_parallel_degree 2"
+    job = build(configuration(words.split(), world), world, rates)
+    prices = by_rates(job, rates)
+    plan = simulate(job, prices, rates)
+    found = []
+    for loads in ("[1, 1, 1, 1, 1, 1, 1, 1]", "[9, 9, 9, 9, 1, 1, 1, 1]"):
+        asked = parser.parse_args(["--expert_load", str(written(tmp_path, loads))])
+        ahead = look_ahead(asked, plan, prices)
+        assert ("in an order for these loads" in "\n".join(ahead.lines())) == ordered
+        found.append(ahead.uneven)
+    if ordered:
+        even, uneven = found
+        assert even.ordered_s == pytest.approx(even.step_s, rel=1e-9)
+        assert uneven.ordered_s < uneven.step_s * 0.9999

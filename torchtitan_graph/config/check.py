@@ -270,6 +270,12 @@ def _experts(config: JobConfig, world_size: int) -> Iterator[Problem]:
             f" tensor_parallel_degree {tp} = {shards * cp * tp}; expert_parallel_degree * expert_tensor_parallel_degree"
             f" {etp} must divide that",
         )
+    near = degrees.ranks_per_machine
+    if near is not None and world_size % near and ep > 1 and degrees.expert_exchange == "by_machine":
+        legal = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
+        yield Problem(
+            "parallelism.ranks_per_machine", f"{world_size} processes don't fill machines of as many; legal are {legal}"
+        )
 
 
 def _adapters(config: JobConfig) -> Iterator[Problem]:

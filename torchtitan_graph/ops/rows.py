@@ -12,23 +12,36 @@ from torch import Tensor
 
 from torchtitan_graph.ops.operator import operator
 
+_BLOCK = 1 << 18  # numbers that a CPU computes at a time
+
 
 def _places(tensors: Sequence[Tensor], number: int) -> Tensor:
     return torch.arange(number) % tensors[0].shape[0]
 
 
+def _blocks(number: int, width: int) -> list[slice]:
+    """Return blocks of rows that a CPU computes at a time, so that what lies between two steps stays small."""
+    step = max(1, _BLOCK // max(1, width))
+    return [slice(begin, begin + step) for begin in range(0, number, step)]
+
+
 @operator(
-    lambda rows_SD, index_S, copies: rows_SD.new_empty(index_S.shape[0] // copies, rows_SD.shape[1]), examples=_places
+    lambda rows_SD, index_S, copies: rows_SD.new_empty(index_S.shape[0] // copies, rows_SD.shape[1]),
+    examples=_places,
 )
 def sums_of_rows(rows_SD: Tensor, index_S: Tensor, copies: int) -> Tensor:
     """Return sums of rows, (T, D): `index_S` names the rows of each, `copies` of them. A GPU adds in fp32 at least."""
+    out_TD = rows_SD.new_empty(index_S.shape[0] // copies, rows_SD.shape[1])
     if rows_SD.is_cuda:
         from torchtitan_graph.ops.rows_kernels import write_sums
 
-        out_TD = rows_SD.new_empty(index_S.shape[0] // copies, rows_SD.shape[1])
         write_sums(out_TD, rows_SD, index_S, copies)
         return out_TD
-    return rows_SD.index_select(0, index_S).unflatten(0, (-1, copies)).sum(1)
+    index_TA = index_S.view(-1, copies)
+    for block in _blocks(len(out_TD), copies * rows_SD.shape[1]):
+        rows = rows_SD.index_select(0, index_TA[block].flatten())
+        torch.sum(rows.unflatten(0, (-1, copies)), 1, out=out_TD[block])
+    return out_TD
 
 
 @operator(lambda rows_SD, scores_S1, index_S: rows_SD.new_empty(rows_SD.shape), examples=_places)
@@ -55,12 +68,14 @@ def scored_rows_backward(
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of rows and of their scores, given that of their products: row `index_S[i]` of `grads_UD`
     is row i's."""
+    of_rows_SD, of_scores_S1 = rows_SD.new_empty(rows_SD.shape), scores_S1.new_empty(scores_S1.shape)
     if rows_SD.is_cuda:
         from torchtitan_graph.ops.rows_kernels import write_scored_gradients
 
-        of_rows_SD, of_scores_S1 = rows_SD.new_empty(rows_SD.shape), scores_S1.new_empty(scores_S1.shape)
         write_scored_gradients(of_rows_SD, of_scores_S1, grads_UD, index_S, rows_SD, scores_S1)
         return of_rows_SD, of_scores_S1
-    grads_SD = grads_UD.index_select(0, index_S)
-    of_scores_S1 = (grads_SD * rows_SD).sum(1, keepdim=True)
-    return grads_SD.mul_(scores_S1), of_scores_S1
+    for block in _blocks(*rows_SD.shape):
+        grads = grads_UD.index_select(0, index_S[block])
+        torch.sum(grads * rows_SD[block], 1, keepdim=True, out=of_scores_S1[block])
+        torch.mul(grads, scores_S1[block], out=of_rows_SD[block])
+    return of_rows_SD, of_scores_S1

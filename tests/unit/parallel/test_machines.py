@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from torchtitan_graph.blueprint import Blueprint
-from torchtitan_graph.config import load
+from torchtitan_graph.config import check, load
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.plan.ranks import build, configuration
 from torchtitan_graph.rates import RATES
@@ -35,6 +35,22 @@ def test_a_launcher_that_does_not_say_it_is_told_of_the_option(monkeypatch: pyte
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
     with pytest.raises(UserError, match=r"does not say how many .*LOCAL_WORLD_SIZE.*set parallelism.ranks_per_machine"):
         ranks_of_ep()
+
+
+@pytest.mark.parametrize("near", [3, 8])
+def test_machines_that_the_processes_do_not_fill_are_refused_with_all_else_that_is_wrong(near: int) -> None:
+    words = f"--parallelism.ranks_per_machine {near} --parallelism.expert_exchange by_machine --model.name qwen3"
+    config = load(
+        [
+            *words.split(),
+            "--parallelism.expert_parallel_degree",
+            "2",
+            "--parallelism.expert_tensor_parallel_degree",
+            "3",
+        ]
+    )
+    with pytest.raises(UserError, match=f"3 problems(?s:.*)ranks_per_machine = {near}: 4 .*legal are 1, 2, 4"):
+        check(config, 4)
 
 
 def test_ranks_that_fill_no_machine_are_refused_with_what_is_legal(monkeypatch: pytest.MonkeyPatch) -> None:

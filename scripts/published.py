@@ -146,7 +146,7 @@ FIGURES = (
     Published("H800", "671B", 2048, 120, 4096, (), 1543, pp=16, microbatches=120, family="deepseek_v3",
               own=f"{_PAIRS} 16 {_ROUNDED} {_IN_FLOAT8} {_KEPT} 0.42", **_PIPE),
     Published("H800", "671B", 2048, 120, 4096, (), 1543, pp=16, microbatches=120, family="deepseek_v3",
-              own=f"{_PAIRS} 16 {_ROUNDED} {_KEPT} 0.42", **_PIPE),
+              own=f"{_PAIRS} 16 {_KEPT} 0.5", **_PIPE),
     Published("H100", "671B", 1024, 128, 4096, (), 865, pp=16, microbatches=128, family="deepseek_v3",
               own=f"{_PAIRS} 16 {_KEPT} 0.5", **_PIPE),
     Published("H100", "30B-A3B", 8, 64, 4096, (FULL,), 12040, family="qwen3",

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from matrix import (
+    BF16,
     FSDP2,
     MAX_NORM,
     ONE,
@@ -39,6 +40,9 @@ from torchtitan_graph.steps import GraphUpdate, Steps
 
 LAYOUTS = {"one-rank": ONE, "FSDP-2": FSDP2, "TP-2": TP2}
 FAST = [("llama3-debugmodel", "TP-2")]
+EP2 = ParallelDims(dp_shard=2, ep=2)
+MOE = {"family": "qwen3", "flavor": "debugmodel_moe", "changes": (("num_layers", 4),)}
+DUALPIPE = (("pipeline_parallel_schedule", "DualPipeV"), ("overlap_microbatches", True))
 GROUPED = job.Optimizer(
     name="Adam",
     lr=1e-2,
@@ -194,11 +198,16 @@ def whole_runs_that_differ(cell: Cell) -> list[str]:
         Cell(FSDP2, num_microbatches=2, num_steps=3, **ONE_LAYER),
         pytest.param(Cell(ParallelDims(pp=2), num_microbatches=2, tied=True), marks=pytest.mark.slow),
         pytest.param(Cell(FSDP2, num_microbatches=2), marks=pytest.mark.slow),
+        pytest.param(Cell(EP2, BF16, pairs=True, once="all", num_microbatches=4, **MOE), marks=pytest.mark.slow),
+        pytest.param(
+            Cell(dataclasses.replace(EP2, pp=2), BF16, num_microbatches=4, pipeline=DUALPIPE, **MOE),
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["FSDP-2, one layer", "PP-2, tied", "FSDP-2"],
+    ids=["FSDP-2, one layer", "PP-2, tied", "FSDP-2", "EP-2, pairs once a step", "PP-2 EP-2, pairs"],
 )
 def test_whole_training_steps(cell: Cell) -> None:
-    assert run_on(2, whole_runs_that_differ, cell) == [[], []]
+    assert run_on(cell.dims.num_ranks, whole_runs_that_differ, cell) == [[]] * cell.dims.num_ranks
 
 
 # --- what else a run does between steps -------------------------------------------------------------------------------

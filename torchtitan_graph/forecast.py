@@ -190,7 +190,7 @@ def forecast(assembly: Assembly, graphs: Graphs, optimizer: job.Optimizer, stage
         rest_of_peak = {what: size for what, size in peak.by.items() if what != RUNS}
         held[STEP], by = peak.num_bytes, _sum(rest_of_peak, at_node(whole.all_parts[name].gm, node))
         where = f"{name}, {meta.phase(node)} {meta.module(node)} {node.name}"
-        offloaded = host_memory(whole.train.gm) * (1 + (options.pairs is True))
+        offloaded = host_memory(whole.train.gm) * (1 + whole.in_pairs)
         for name, part in whole.parts.by_name.items():
             _add(sent_once if name in ONCE_A_STEP else sent, traffic(part.gm, axes))
         for name, times in runs_of(whole, options.num_microbatches):

@@ -36,7 +36,8 @@ def test_rows_in_another_order_are_the_cpus(kernels: Any, dtype: torch.dtype) ->
             kernels.write_scored(scored, rows, scores, place)
             exact = sums_of_rows(rows.double(), order, 2), scored_rows(rows.double(), scores.double(), order)
             assert all((off(a, b) < CLOSE[dtype]) == is_right for a, b in zip((sums, scored), exact, strict=True))
-        of_rows, of_scores = torch.empty_like(rows), torch.empty_like(scores)
-        kernels.write_scored_gradients(of_rows, of_scores, grads, index, rows, scores)
         exact = scored_rows_backward(grads.double(), index, rows.double(), scores.double())
-        assert all(off(a, b) < CLOSE[dtype] for a, b in zip((of_rows, of_scores), exact, strict=True))
+        for place, is_right in ((index, True), ((index + 1) % U, False)):
+            of_rows, of_scores = torch.empty_like(rows), torch.empty_like(scores)
+            kernels.write_scored_gradients(of_rows, of_scores, grads, place, rows, scores)
+            assert all((off(a, b) < CLOSE[dtype]) == is_right for a, b in zip((of_rows, of_scores), exact, strict=True))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,8 @@ from torchtitan_graph.models.layers.masks import begins_of
 from torchtitan_graph.models.layers.moe import ClampedSwiGLU
 from torchtitan_graph.models.layers.rope import apply_rope, rope_cos_sin
 from torchtitan_graph.ops.elementwise import rotate, swiglu
+from torchtitan_graph.ops.experts import permuted
+from torchtitan_graph.ops.rows import scored_rows, scored_rows_backward
 from torchtitan_graph.ops.varlen import segments_of, varlen_attention
 from torchtitan_graph.quantize.grouped import grouped_linear
 from torchtitan_graph.quantize.products import E4M3, ROWWISE, ROWWISE_WIDE, Recipe
@@ -23,8 +26,8 @@ from torchtitan_graph.quantize.products import E4M3, ROWWISE, ROWWISE_WIDE, Reci
 
 def kernels_off(device: str = "cuda") -> Iterator[tuple[str, float]]:
     """Yield each kernel's name, and the relative error of its results and gradients, by the norm: the loss,
-    elementwise layers and attention within documents against torch's in fp64; where the GPU has them, experts' products
-    in float8 against the emulated ones."""
+    elementwise layers, experts' rows in another order and attention within documents against torch's in fp64; where the
+    GPU has them, experts' products in float8 against the emulated ones."""
     torch.manual_seed(0)
     logits_TV, labels_T = torch.randn(512, 50_000, device=device).bfloat16(), torch.arange(512, device=device) * 97
     labels_T[::7] = IGNORE_INDEX
@@ -52,6 +55,25 @@ def kernels_off(device: str = "cuda") -> Iterator[tuple[str, float]]:
     for module in (SwiGLU(), ClampedSwiGLU()):
         kernel = partial(swiglu, clamped=isinstance(module, ClampedSwiGLU))
         yield type(module).__name__, _off(kernel, lambda *x, m=module: m(*(each.double() for each in x)), *both)
+    rows_SD, order_S = torch.randn(512, 1000, device=device).bfloat16(), torch.randperm(512, device=device)
+    scores_S1 = torch.rand(512, 1, device=device).bfloat16()
+    slope_SD = torch.randn_like(rows_SD)  # of the loss: another one for each row, so that their order matters
+    yield (
+        "rows with scores",
+        _off(
+            lambda x, s: _Scored.apply(x, s, order_S).float() * slope_SD,  # type: ignore[no-untyped-call]
+            lambda x, s: x.double() * s.double() * slope_SD,
+            *(rows_SD, scores_S1),
+        ),
+    )
+    yield (
+        "sums of rows",  # the gradients of copies
+        _off(
+            lambda x: permuted(x, order_S, order_S.argsort(), 2).float() * slope_SD,
+            lambda x: x.double().index_select(0, order_S // 2) * slope_SD,
+            rows_SD[:256].contiguous(),
+        ),
+    )
     documents_BL = torch.tensor([0] * 300 + [1] + [2] * 211).expand(2, -1)
     segments, mask_BLL = segments_of(begins_of(documents_BL), torch.device(device)), same_and_earlier(documents_BL)
     q_BLNH, k_BLKH, v_BLKH = (torch.randn(2, 512, heads, 64, device=device).bfloat16() for heads in (8, 2, 2))
@@ -81,6 +103,21 @@ def same_and_earlier(documents_BL: Tensor) -> Tensor:
 def _attention(q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor, mask_B1LL: Tensor) -> Tensor:
     q, k, v = (x.transpose(1, 2) for x in (q_BLNH, k_BLKH, v_BLKH))
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask_B1LL, enable_gqa=True).transpose(1, 2)
+
+
+class _Scored(torch.autograd.Function):
+    """Rows times their scores, which take another order and come back."""
+
+    @staticmethod
+    def forward(ctx: Any, x_SD: Tensor, scores_S1: Tensor, order_S: Tensor) -> Tensor:
+        ctx.save_for_backward(x_SD, scores_S1, order_S)
+        return scored_rows(x_SD, scores_S1, order_S).index_select(0, order_S.argsort())
+
+    @staticmethod
+    def backward(ctx: Any, grad_SD: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+        x_SD, scores_S1, order_S = ctx.saved_tensors
+        sent = grad_SD.index_select(0, order_S)
+        return *scored_rows_backward(sent, order_S.argsort(), x_SD, scores_S1), None
 
 
 def _experts(ends_E: Tensor, recipe: Recipe, x_SD: Tensor, w_EFD: Tensor) -> Tensor:

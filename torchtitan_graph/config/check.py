@@ -520,6 +520,13 @@ def _notices(config: JobConfig) -> Iterator[Problem]:
     elif degrees.expert_exchange == "direct":
         direct = "has no effect while parallelism.expert_exchange is direct; set that to by_machine"
         yield from unused(config, direct, "parallelism.exchange_sums", "parallelism.ranks_per_machine")
+    is_v = degrees.pipeline_parallel_schedule == "DualPipeV" or degrees.pipeline_parallel_schedule_csv is not None
+    if degrees.pipeline_parallel_degree > 1 and degrees.overlap_microbatches == "auto" and not is_v:
+        yield Problem(
+            "parallelism.overlap_microbatches",
+            f"pipeline_parallel_schedule {degrees.pipeline_parallel_schedule} runs no forward beside a backward; take"
+            " DualPipeV for pairs",
+        )
     if degrees.pipeline_parallel_degree == 1:
         yield from unused(config, f"there are no stages while {_PP} is 1", *stages, _PARTS)
     elif degrees.module_fqns_per_model_part:

@@ -512,7 +512,8 @@ class Parallelism:
         False,
         "Run a microbatch's backward beside the next one's forward, or in a pipeline DualPipeV's pairs, as one graph:"
         " one computes while the other communicates; the activations of both are in memory. auto: where a step then"
-        " takes less time by the estimate, and fits into the memory by the forecast; in a pipeline, with DualPipeV.",
+        " takes less time by the estimate, and fits into the memory by the forecast; in a pipeline always with"
+        " DualPipeV, and with no other schedule.",
         choices=("auto",),
     )
     tensor_parallel_degree: int = option(

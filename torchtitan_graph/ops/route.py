@@ -6,8 +6,9 @@ linear map and its transpose: the gradient of one is the other. A `Way` says bot
 autograd knows them as a whole, so that each may take its own path between ranks. A result of `back` may be in
 transit while other work runs; the number of rows on the experts' side may depend on data.
 
-Rows that arrive get their order by expert, and results are sent, while they are multiplied by their scores: neither is
-written in between.
+Where results return one by one, they are multiplied by their scores as they are put in the order in which they are
+sent. In backward, the gradients that arrive are read in the order of the experts' rows by what computes the gradients
+of both.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Custom operators: rows that take another order while something is computed of them, without a copy in between.
 
-On a GPU each is one kernel, see rows_kernels.py; on a CPU torch's operators compute the same.
+On a GPU each is one kernel, see rows_kernels.py; a CPU computes the same by torch's operators, in blocks of rows, and
+rounds each of them. Rows and scores have one dtype.
 """
 
 from __future__ import annotations

@@ -63,6 +63,11 @@ class StageGraph(NamedTuple):
         """The parts, and the joined ones."""
         return {**self.parts.by_name, **self.joined}
 
+    @property
+    def in_pairs(self) -> bool:
+        """Whether microbatches of a whole model run in pairs."""
+        return PAIR[0] in self.joined
+
 
 class Stage:
     """A stage's parts bound to the live parameters, with the values its microbatches keep between them."""

@@ -230,7 +230,8 @@ def _uneven(loads: Mapping[str, list[float]], plan: JobForecast, prices: Prices)
         return uneven(prices(rank), loads_of(rank))
 
     slow, ordered_s = simulate(job, of, plan.rates), None
-    if job.options.is_cut or (job.options.pipeline is not None and job.options.pipeline.pairs):
+    has_pairs = job.options.pipeline is not None and job.options.pipeline.pairs
+    if ep > 1 and (has_pairs or isinstance(job.ranks[0].graphs.train, StageGraph)):
         known: dict[Any, Graphs] = {}  # of ranks with equal graphs and loads
         ranks = []
         for place, rank in enumerate(job.ranks):
@@ -254,7 +255,7 @@ def _ordered(graphs: Graphs, options: StepOptions, place: int, costs: Costs) -> 
     """Return graphs whose parts of several microbatches run in the order that is shortest by other costs."""
     train = graphs.train
     if isinstance(train, StageGraph):
-        train = with_joined(train, costs, options.num_microbatches, in_pairs=options.pairs is True)
+        train = with_joined(train, costs, options.num_microbatches, in_pairs=train.in_pairs)
     elif isinstance(train, dict):
         assert options.pipeline is not None
         train = with_pairs(train, options.pipeline, place, costs)

@@ -11,9 +11,9 @@ that has most changes with depth; one that is close to the limit is not extrapol
 built whole too, and ranked by that; in place of one that then does not fit, its siblings are tried.
 
 Last come levers that hide or spare communication: the other exchange of experts' tokens, weights gathered once a step,
-microbatches in pairs; and then as much recomputation as the memory needs, which is a share of activations that are
-kept. With them a candidate can't be faster than its way that recomputes least would be without all that it waits for:
-while that bound is below the best, it is tried, lever by lever, built whole.
+microbatches in pairs; and then a share of activations to keep, as large as the memory allows. With them a candidate
+can't be faster than its way that recomputes least would be without all that it waits for: while that bound is below the
+best, it is tried, lever by lever, built whole.
 """
 
 from __future__ import annotations
@@ -497,6 +497,7 @@ class Search:
             if sibling.why:
                 continue
             sibling.next, fitting = sibling.next or each.next[number:], policy
+            sibling.least = min(sibling.least, each.bound)
             if settings.get(_RESHARD, _RESHARDS[0]) == _RESHARDS[0]:
                 return  # the next ones recompute more, and free no later
 
@@ -522,7 +523,10 @@ def why_slower(each: JobCandidate, best: JobCandidate) -> str:
     more = {name: s - best.figures.parts.get(name, 0.0) for name, s in each.figures.parts.items()}
     what = max(more, key=more.__getitem__, default="")
     policies = [_settings(policy).items() for policy in fixed_policies()]
-    mine, its = (next((i for i, own in enumerate(policies) if own <= c.settings.items()), 0) for c in (each, best))
+    mine, its = (
+        next((i for i, own in enumerate(policies) if own <= c.settings.items()), int(c.settings.get(_MODE) == _BUDGET))
+        for c in (each, best)
+    )
     name = "recomputation" if what == "arithmetic" and mine > its else what
     because = f": {name} takes {more[what] * 1e3:.3g} ms more" if what and more[what] > 0 else ""
     return f"slower by {by:.1%}{because}"

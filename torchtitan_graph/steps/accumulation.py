@@ -18,7 +18,7 @@ from torch import nn
 
 from torchtitan_graph import device as devices
 from torchtitan_graph.analysis.cost import estimate
-from torchtitan_graph.analysis.liveness import peak_memory
+from torchtitan_graph.analysis.liveness import input_memory, peak_memory
 from torchtitan_graph.capture.traced import TracedResult
 from torchtitan_graph.compiler import PassPlan
 from torchtitan_graph.device import GIB
@@ -77,7 +77,7 @@ def needs_of(train: TracedResult, plan: PassPlan, model: nn.Module, options: Ste
         runs = runs_of(stage, number)
         seconds = sum(estimate(stage.all_parts[name].gm, costs).seconds * times for name, times in runs)
     else:
-        peak = peak_memory(train.gm).num_bytes
+        peak = input_memory(train.gm) + peak_memory(train.gm).num_bytes
         sums = costs.accumulating(trained_bytes(plan.storages.values()))
         seconds = estimate(train.gm, costs).seconds * number + sums * (number - 1)
     return (sum(rest.values()) + peak) / GIB + options.target.rates.reserved_gib, seconds

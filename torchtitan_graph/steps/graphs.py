@@ -41,11 +41,12 @@ from torchtitan_graph.steps.assembly import Assembly
 from torchtitan_graph.steps.budget import INPUTS, at_rest, log_budget, meet
 from torchtitan_graph.steps.inputs import SEQ_LEN, example_inputs, numbers_of, shapes_of
 from torchtitan_graph.steps.interleave import with_joined
+from torchtitan_graph.steps.options import StepOptions
 from torchtitan_graph.steps.precompiled import Rewritten
 from torchtitan_graph.steps.stages import build_stages, is_shown, make_code, rewrite_stages, with_code
 
 TITLE = "training step"
-_WORTH = 0.98  # of the time without pairs: they are taken where they need less, for they take memory
+_WORTH = 0.98  # of the time without pairs: pairs are taken where they need less
 
 
 class Traced(NamedTuple):
@@ -166,11 +167,13 @@ def _with_choices(traced: Traced, assembly: Assembly) -> Assembly:
     """Return what steps are built from, with what `auto` chooses in place of it. All ranks call it together.
 
     Of what may be done once a step, it is the first that fits into the memory of all ranks; with it pairs, if they fit
-    too and are faster by the estimate.
+    too and are faster by the estimate. If nothing fits, it is what needs least.
     """
     options, allowed = assembly.options, allowed_gib(assembly.options)
     if AUTO not in (options.once, options.pairs):
         return assembly
+    tried: list[tuple[float, StepOptions]] = []  # what the fullest rank needs above what is allowed, in GiB
+    found: StepOptions | None = None
     for once in choices(traced.plan) if options.once == AUTO else [options.once]:
         plan = once_a_step(traced.plan, once)
         chosen = [each for each in passes(plan, options.extra) if not each.cut]
@@ -178,23 +181,25 @@ def _with_choices(traced: Traced, assembly: Assembly) -> Assembly:
         gm = run_passes(copy_graph(traced.train.gm), chosen, options.disabled, options.target.device, watch)
         train, best = dataclasses.replace(traced.train, gm=gm), math.inf
         for pairs in (False, True) if options.pairs == AUTO else (bool(options.pairs),):
-            tried = dataclasses.replace(options, once=once, pairs=pairs)
-            needed, seconds = needs_of(train, plan, assembly.model, tried)
-            most = torch.tensor(needed - allowed, dtype=torch.float64, device=devices.device())
+            each = dataclasses.replace(options, once=once, pairs=pairs)
+            needed, seconds = needs_of(train, plan, assembly.model, each)
+            # All ranks must choose alike.
+            most = torch.tensor([needed - allowed, seconds], dtype=torch.float64, device=devices.device())
             dist.all_reduce(most, dist.ReduceOp.MAX)
-            fits, what = most.item() <= 0, [f"fsdp_once_a_step {once}"] if options.once == AUTO else []
+            above, slowest = most.tolist()
+            what = [f"fsdp_once_a_step {once}"] if options.once == AUTO else []
             what += [f"overlap_microbatches {str(pairs).lower()}"] if options.pairs == AUTO else []
             too_much = ": too much" if needed > allowed else ", but too much on another rank"
             logger.info(
                 f"auto: {', '.join(what)}: {needed:.4g} GiB of {allowed:.4g} on this rank, {seconds * 1e3:.4g} ms by"
-                f" the estimate{'' if fits else too_much}"
+                f" the estimate{'' if above <= 0 else too_much}"
             )
-            if fits and seconds < best * _WORTH:
-                best, found = seconds, tried
-        if best < math.inf:
+            tried.append((above, each))
+            if above <= 0 and slowest < best * _WORTH:
+                best, found = slowest, each
+        if found is not None:
             break
-    else:
-        found = dataclasses.replace(options, once=once, pairs=options.pairs is True)  # the leanest
+    found = found or min(tried, key=lambda of: of[0])[1]
     logger.info(f"auto: chosen: fsdp_once_a_step {found.once}, overlap_microbatches {str(found.pairs).lower()}")
     return dataclasses.replace(assembly, options=found)
 

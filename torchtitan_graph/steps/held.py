@@ -173,9 +173,9 @@ def _last_reads_of_sums(gm: GraphModule, sums: Mapping[str, int]) -> collections
 
 
 def in_flight(schedule: Schedule, stage: int) -> int:
-    """Return the most microbatches whose activations a stage keeps at once, as the mean of its rank's stages.
+    """Return the most microbatches whose activations a stage's rank keeps at once, divided by its stages, rounded up.
 
-    They share a memory; and ranks that keep equally many in all have equal graphs.
+    Its stages share a memory; and ranks that keep equally many in all have equal graphs.
     """
     rank = schedule.rank_of[stage]
     held = most = 0

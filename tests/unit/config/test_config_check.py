@@ -368,6 +368,13 @@ def test_what_has_no_effect_is_said(arguments: str, notice: str) -> None:
     assert len(notices) == 1 and notice in notices[0]
 
 
+def test_auto_in_a_pipeline_without_pairs_is_said_to_do_nothing() -> None:
+    words = ["--parallelism.pipeline_parallel_degree", "2", "--parallelism.overlap_microbatches=auto"]
+    (notice,) = check(load([*words, "--training.local_batch_size", "8"]), 2)
+    assert "overlap_microbatches = 'auto': pipeline_parallel_schedule 1F1B runs no forward beside" in notice
+    assert check(load([*words, "--parallelism.pipeline_parallel_schedule", "DualPipeV"]), 2) == []
+
+
 def test_sums_of_a_direct_exchange_are_said_to_be_none() -> None:
     words = ["--parallelism.expert_parallel_degree", "2", "--parallelism.exchange_sums", "by_machine"]
     (notice,) = check(load(words), 2)

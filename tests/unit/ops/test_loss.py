@@ -189,14 +189,17 @@ def test_torch_can_trace_and_differentiate_it() -> None:
 @pytest.mark.slow
 def test_a_kernel_that_is_off_is_found_by_what_check_gpu_compares(monkeypatch: pytest.MonkeyPatch) -> None:
     found = dict(kernels.kernels_off("cpu"))
-    names = ["loss", "rotation", "rotation, interleaved", "SwiGLU", "ClampedSwiGLU", "varlen attention"]
+    names = ["loss", "rotation", "rotation, interleaved", "SwiGLU", "ClampedSwiGLU"]
+    names += ["rows with scores", "sums of rows", "varlen attention"]
     assert [*found] == names
     assert found.pop("loss") < 1e-6 and max(found.values()) < 1e-2
-    for operator in ("cross_entropy", "rotate", "swiglu"):
+    for operator in ("cross_entropy", "rotate", "swiglu", "scored_rows", "permuted"):
         right = getattr(kernels, operator)
         monkeypatch.setattr(kernels, operator, lambda *args, right=right, **kwargs: 1.05 * right(*args, **kwargs))
     found = dict(kernels.kernels_off("cpu"))
-    assert all(0.04 < found[name] < 0.06 for name in ("loss", "rotation", "SwiGLU")), found
+    assert all(
+        0.04 < found[name] < 0.06 for name in ("loss", "rotation", "SwiGLU", "rows with scores", "sums of rows")
+    ), found
 
 
 @pytest.mark.parametrize("dtype", CLOSE, ids=str)

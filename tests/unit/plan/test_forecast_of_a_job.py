@@ -15,7 +15,7 @@ from torchtitan_graph.blueprint import Blueprint
 from torchtitan_graph.config import load
 from torchtitan_graph.device import Target
 from torchtitan_graph.forecast import OPTIMIZER, STEP
-from torchtitan_graph.parallel.pipeline import PAIR, StageGraph
+from torchtitan_graph.parallel.pipeline import StageGraph
 from torchtitan_graph.parallel.schedule import plan_pipeline
 from torchtitan_graph.plan import outlook
 from torchtitan_graph.plan import ranks as building
@@ -92,27 +92,42 @@ def test_inputs_that_are_gathered_and_kept_are_told_apart(jobs: Callable[[str], 
     assert 0 < of_tp.forecast.at_peak[GATHERED_INPUTS] <= sum(each.num_bytes for each in kept)
 
 
-def test_auto_takes_pairs_where_they_are_faster_and_fit(caplog: pytest.LogCaptureFixture) -> None:
-    """Where links are slow pairs hide the exchange; without memory for both microbatches, and where there is nothing to
-    hide, microbatches run one by one. What is said of the choice's memory is what the forecast then says."""
-    slow = H100._replace(near=H100.near / 100)
-    words = ["--model.name", "qwen3", "--model.flavor", "debugmodel_moe", "--training.global_batch_size", "16"]
-    of_experts = [*words, "--parallelism.expert_parallel_degree", "2"]
+OF_EXPERTS = "--model.name qwen3 --model.flavor debugmodel_moe --training.global_batch_size 16"
+SLOW = H100._replace(near=H100.near / 100)
 
-    def is_paired(rates: Rates, world_size: int, given: list[str]) -> bool:
-        given = [*DEBUG, *given, "--parallelism.overlap_microbatches=auto"]
-        caplog.clear()
-        with caplog.at_level("INFO", "torchtitan_graph"):
-            (rank,) = build(configuration(given, world_size), world_size, rates).ranks
-        found = isinstance(rank.graphs.train, StageGraph) and PAIR[0] in rank.graphs.train.joined
-        (line,) = (text for text in caplog.messages if text.startswith(f"auto: overlap_microbatches {found}".lower()))
-        said = float(line.split(" GiB")[0].split()[-1])
-        assert said == pytest.approx(rank.forecast.in_all / 2**30 + rates.reserved_gib, rel=0.02)
-        return found
 
-    assert is_paired(slow, 2, of_experts)
-    assert not is_paired(slow._replace(memory_gib=1.0), 2, of_experts)
-    assert not is_paired(slow, 1, words), "one rank waits for nothing"
+def chosen(caplog: pytest.LogCaptureFixture, rates: Rates, ep: int) -> tuple[bool, dict[str, float]]:
+    """Return whether `auto` takes pairs, and the memory that it says of each choice; of the taken one it is what the
+    forecast then says."""
+    words = f"{OF_EXPERTS} --parallelism.expert_parallel_degree {ep} --parallelism.overlap_microbatches=auto"
+    caplog.clear()
+    with caplog.at_level("INFO", "torchtitan_graph"):
+        (rank,) = build(configuration([*DEBUG, *words.split()], ep), ep, rates).ranks
+    found = isinstance(rank.graphs.train, StageGraph) and rank.graphs.train.in_pairs
+    told = [text.split() for text in caplog.messages if text.startswith("auto: overlap_microbatches")]
+    needs = {words[2].removesuffix(":"): float(words[3]) for words in told}
+    taken = needs[str(found).lower()]
+    assert taken == pytest.approx(rank.forecast.in_all / 2**30 + rates.reserved_gib, rel=0.01)
+    return found, needs
+
+
+def test_auto_takes_pairs_where_they_are_faster_and_what_needs_least_where_nothing_fits(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Where links are slow pairs hide the exchange."""
+    found, needs = chosen(caplog, SLOW, 2)
+    assert found and len(needs) == 2
+    found, _ = chosen(caplog, SLOW._replace(memory_gib=min(needs.values()) * 0.99 / 0.9), 2)
+    assert found == (needs["true"] < needs["false"])
+
+
+@pytest.mark.slow
+def test_auto_takes_what_fits_and_one_by_one_where_there_is_nothing_to_hide(caplog: pytest.LogCaptureFixture) -> None:
+    _, needs = chosen(caplog, SLOW, 2)
+    found, _ = chosen(caplog, SLOW._replace(memory_gib=sum(needs.values()) / 2 / 0.9), 2)
+    assert found == (needs["true"] < needs["false"])
+    found, _ = chosen(caplog, SLOW, 1)
+    assert not found, "one rank waits for nothing"
 
 
 def test_no_part_of_a_step_is_left_out(jobs: Callable[[str], BuiltJob]) -> None:

@@ -67,8 +67,9 @@ def steps_from(config: JobConfig, world: int) -> Iterator[dict[str, Any]]:
     for mode, option in (("none", "op"), ("full", "op"), ("selective", "2"), ("selective", "op")):
         yield {"activation_checkpoint.mode": mode, "activation_checkpoint.selective_ac_option": option}
     if config.activation_checkpoint.mode == "memory_budget":
-        for step in (-SHARE, SHARE):
-            yield {"activation_checkpoint.memory_budget": min(1.0, config.activation_checkpoint.memory_budget + step)}
+        share = config.activation_checkpoint.memory_budget
+        for other in (max(0.0, share - SHARE), min(1.0, share + SHARE)):
+            yield {"activation_checkpoint.memory_budget": other}
     yield {"parallelism.expert_exchange": "direct"}
     yield {"parallelism.expert_exchange": "by_machine"}
     yield {"parallelism.overlap_microbatches": not config.parallelism.overlap_microbatches}

@@ -124,7 +124,7 @@ class AuxiliaryLoss:
         """Return the loss of one layer and microbatch."""
         loss = logits_TE.new_zeros(())
         if self.load_balance:
-            probabilities_BLE = (scores_TE / scores_TE.sum(-1, keepdim=True)).unflatten(0, (B, -1))
+            probabilities_BLE = (scores_TE / (scores_TE.sum(-1, keepdim=True) + 1e-20)).unflatten(0, (B, -1))
             if self.by_sequence:
                 chosen_BS = chosen_TA.view(B, -1)
                 load = load_E.new_zeros(B, load_E.shape[0]).scatter_add(1, chosen_BS, torch.ones_like(chosen_BS))

@@ -210,6 +210,8 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
             if any(each.poll() for each in ranks):
                 raise UserError("a rank has failed, see above")
             time.sleep(0.2)
+        if any(each.returncode for each in ranks):
+            raise UserError("a rank has failed, see above")
         return json.loads(out.read_text())
 
 
@@ -245,6 +247,11 @@ def main(argv: list[str]) -> int:
         raise UserError(f"{' and '.join(missing)}: not found; install iproute2, which makes the slow link")
     if os.geteuid() != 0:
         raise UserError("network namespaces are root's to make: run it with sudo, or in a container as root")
+    for name, least in (("rounds", 1), ("microbatches", 2), ("seq_len", 1)):
+        if getattr(options, name) < least:
+            raise UserError(f"--{name} {getattr(options, name)}: must be a number of at least {least}")
+    if not options.mbit > 0:
+        raise UserError(f"--mbit {options.mbit:g}: must be a rate above 0, in Mbit/s")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     cpu, expected = ThisCpu(WORLD), {}
     for case in CASES:

@@ -195,6 +195,11 @@ def _accumulation(config: JobConfig) -> Iterator[Problem]:
                 config.activation_checkpoint.memory_budget_gib is not None,
                 "both choose by the memory that is left; remove it",
             ),
+            (
+                "optimizer.name",
+                "." in config.optimizer.name,
+                "what such an optimizer keeps is not known before its first step; take AdamW",
+            ),
         )
 
 

@@ -66,7 +66,7 @@ class Option:
     def legal(self) -> str:
         """Return a description of the legal values."""
         if self.choices and self.kind is bool:
-            return ", ".join(("true", "false", *self.choices))
+            return ", ".join(("true", "false", *self.choices[:-1])) + f" or {self.choices[-1]}"
         if self.choices:
             return "one of " + ", ".join(self.choices) + (f", or {self.means}" if self.means else "")
         if self.row is not None:

@@ -148,7 +148,8 @@ def test_what_a_loss_of_the_users_own_does_not_go_with_is_named(option: str, wor
         ("fsdp_once_a_step auto --compile.precompiled x", "not with parallelism.fsdp_once_a_step = auto: the memory"),
         ("fsdp_once_a_step sum", "must be one of none, experts, all, auto"),
         ("overlap_microbatches=auto --compile.precompiled x", "not with parallelism.overlap_microbatches = auto: "),
-        ("overlap_microbatches=atuo", "must be true, false, auto; did you mean auto?"),
+        ("overlap_microbatches=auto --optimizer.name my.Own", "'my.Own': not with parallelism.overlap_microbatches"),
+        ("overlap_microbatches=atuo", "must be true, false or auto; did you mean auto?"),
     ],
 )
 def test_what_microbatches_can_not_share_is_named(option: str, words: str) -> None:

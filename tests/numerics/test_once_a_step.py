@@ -6,6 +6,7 @@ import faults
 import pytest
 from matrix import (
     BF16,
+    FP32,
     FP64,
     FSDP2,
     FSDP2_TP2,
@@ -71,6 +72,22 @@ def off(cell: Cell) -> list[str]:
     ],
 )
 def test_the_graph_is_eager(cell):
+    assert run_on(cell.dims.num_ranks, differences, cell) == [[]] * cell.dims.num_ranks
+
+
+EXPERTS = {"qwen3": MOE, **{name: {"family": name} for name in ("deepseek_v3", "gpt_oss", "llama4")}}
+LAYOUTS = {"EP 2": EP2, "EP 2 x FSDP 2": EP2_FSDP2, "TP 2 x EP 4": ParallelDims(dp_shard=2, tp=2, ep=4)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("every", [0, 1], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("precision", [FP32, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", EXPERTS)
+def test_pairs_of_every_family_are_eager(family, layout, precision, every):
+    cell = Cell(
+        LAYOUTS[layout], precision, pairs=True, recompute=Recompute(every), **TWO, **TWO_LAYERS, **EXPERTS[family]
+    )
     assert run_on(cell.dims.num_ranks, differences, cell) == [[]] * cell.dims.num_ranks
 
 

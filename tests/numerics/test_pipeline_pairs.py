@@ -5,7 +5,7 @@ import dataclasses
 from unittest import mock
 
 import pytest
-from matrix import BF16, FP64, Cell, bits_that_differ, build_graph, gathered, off_one_rank, train
+from matrix import BF16, FP32, FP64, Cell, bits_that_differ, build_graph, gathered, off_one_rank, train
 
 from pool import run_on
 from torchtitan_graph.parallel.dispatch import Exchange
@@ -53,6 +53,16 @@ def off(cell: Cell) -> list[str]:
     ],
 )
 def test_pairs_are_one_after_the_other_bit_for_bit(cell):
+    assert run_on(cell.dims.num_ranks, unlike, cell) == [[]] * cell.dims.num_ranks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("every", [0, 1], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("precision", [FP32, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("family", ["qwen3", "deepseek_v3", "gpt_oss", "llama4"])
+def test_pairs_of_every_family_are_one_after_the_other(family, precision, every):
+    of = QWEN if family == "qwen3" else {"family": family, **DEEP}
+    cell = Cell(PP2_EP2, precision, num_microbatches=4, recompute=Recompute(every), **of)
     assert run_on(cell.dims.num_ranks, unlike, cell) == [[]] * cell.dims.num_ranks
 
 

@@ -128,9 +128,8 @@ def main(argv: Sequence[str]) -> int:
     last = max(bar.end for bar in bars)
     begin, end = round(options.begin_ms * 1e6), round((options.end_ms or last / 1e6) * 1e6)
     if not 0 <= begin < end:
-        raise UserError(
-            f"--begin_ms {options.begin_ms:g}, --end_ms {end / 1e6:g}: the first must be less than the second"
-        )
+        ends = f"--end_ms {options.end_ms:g}" if options.end_ms else f"{end / 1e6:g} ms, the end of {name}"
+        raise UserError(f"--begin_ms {options.begin_ms:g}: must be at least 0, and before {ends}")
     inside = [bar for bar in bars if bar.end > begin and bar.begin < end]
     config = job.config
     title = (

@@ -30,6 +30,16 @@ def test_a_reader_that_has_gone_and_ctrl_c_end_it_without_a_traceback(main: str,
     assert process.returncode == code
 
 
+def test_help_ends_without_a_traceback_too() -> None:
+    program = "from torchtitan_graph.config.load import _show; _show('x\\n' * 10**6)"
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.read(1)
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 0
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

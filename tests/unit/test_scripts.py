@@ -408,4 +408,6 @@ def test_a_timeline_has_a_lane_for_each_axis_and_refuses_a_part_that_is_none(tmp
     assert main([*words.split(), "--out", str(drawn), "--part", "stepp"]) == 2
     assert "--part stepp: no such graph of this step; did you mean step?" in capsys.readouterr().err
     assert main([*words.split(), "--out", str(drawn), "--begin_ms", "5", "--end_ms", "1"]) == 2
-    assert "the first must be less than the second" in capsys.readouterr().err
+    assert "--begin_ms 5: must be at least 0, and before --end_ms 1" in capsys.readouterr().err
+    assert main([*words.split(), "--out", str(drawn), "--begin_ms", "1e6"]) == 2
+    assert "and before " in (text := capsys.readouterr().err) and "the end of step" in text

@@ -2,10 +2,11 @@
 
 import argparse
 import itertools
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torchtitan_graph
 from torchtitan_graph.config.job import OPTIONS, JobConfig
@@ -20,6 +21,15 @@ from torchtitan_graph.small_files import BadFile, read_toml
 
 # The options added to a job's for a command that builds its graphs and runs none; verification would run them.
 DRY = ("--comm.mode", "fake_backend", "--debug.no-verify_passes")
+
+
+def _show(text: str) -> NoReturn:
+    """Print a text and exit; quietly too where its reader has ended, as after `| head`."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it ends
+    raise SystemExit(0)
 
 
 def load(argv: Sequence[str]) -> JobConfig:
@@ -37,11 +47,9 @@ def load(argv: Sequence[str]) -> JobConfig:
     for index, word in enumerate(argv):
         if word in ("--help", "-h"):
             tables = list(itertools.takewhile(lambda name: not name.startswith("-"), argv[index + 1 :]))
-            print("\n\n".join(map(option_help, tables)) if tables else option_help(None))
-            raise SystemExit(0)
+            _show("\n\n".join(map(option_help, tables)) if tables else option_help(None))
         if word == "--version":
-            print(f"torchtitan_graph {torchtitan_graph.__version__}")
-            raise SystemExit(0)
+            _show(f"torchtitan_graph {torchtitan_graph.__version__}")
     result = Resolution(JobConfig(), [])
     arguments = read_arguments(argv, result)
     files = [setting.value for setting in arguments if setting.key == "job.config_file" and setting.value]

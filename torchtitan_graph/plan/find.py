@@ -21,6 +21,7 @@ from torchtitan_graph.forecast import STEP
 from torchtitan_graph.graph import meta
 from torchtitan_graph.log import logger
 from torchtitan_graph.models.spec import plan_of
+from torchtitan_graph.nearest import did_you_mean
 from torchtitan_graph.parallel.layout import PP
 from torchtitan_graph.parallel.parallelize import parameter_roles
 from torchtitan_graph.parallel.plan import Plan
@@ -43,7 +44,10 @@ def check_varied(words: str) -> tuple[str, ...]:
     """
     varied = tuple(word for word in words.split(",") if word)
     if unknown := [word for word in varied if word not in VARIED]:
-        raise UserError(f"--search {unknown[0]}: legal are {', '.join(VARIED)}, joined by commas; nothing: all of them")
+        raise UserError(
+            f"--search {words}: {unknown[0]} is none of {', '.join(VARIED)}, joined by commas; nothing: all of them"
+            f"{did_you_mean(unknown[0], VARIED)}"
+        )
     return varied or VARIED
 
 

@@ -87,7 +87,9 @@ def check_arguments(args: argparse.Namespace, config: JobConfig) -> None:
             "step, nor so a checkpoint's size; leave it out, or take AdamW"
         )
     if args.restart_minutes is not None and args.node_mtbf_hours is None:
-        raise UserError("--restart_minutes: is what a failure costs; give --node_mtbf_hours too")
+        raise UserError(
+            f"--restart_minutes {args.restart_minutes:g}: is what a failure costs; give --node_mtbf_hours too"
+        )
 
 
 def check_loads(path: Path, model: Decoder) -> None:
@@ -96,7 +98,11 @@ def check_loads(path: Path, model: Decoder) -> None:
     Raises:
         UserError: they don't fit.
     """
-    busiest_by_layer(read_loads(path), experts_of(model), ep=1)
+    try:
+        busiest_by_layer(read_loads(path), experts_of(model), ep=1)
+    except UserError as error:
+        text = str(error)
+        raise UserError(text.replace("--expert_load:", f"--expert_load {str(path)!r}:", 1)) from error
 
 
 @dataclasses.dataclass(frozen=True)

@@ -150,7 +150,7 @@ class JobCandidate:
         elif self.settings.get(_PP, 1) == 1:
             shown.pop("schedule", None)
         policy = self.settings.get(_MODE)
-        words = [f"{name} {value}" for name, value in shown.items()]
+        words = [f"{name} {str(value).lower() if value is True else value}" for name, value in shown.items()]
         if policy is not None:
             share = f" {self.settings[_SHARE]:g}" if policy == _BUDGET and _SHARE in self.settings else ""
             words.append(f"recompute {self.settings.get(_OPTION, policy)}{share}")

@@ -191,8 +191,9 @@ def _with_choices(traced: Traced, assembly: Assembly) -> Assembly:
             what += [f"overlap_microbatches {str(pairs).lower()}"] if options.pairs == AUTO else []
             too_much = ": too much" if needed > allowed else ", but too much on another rank"
             logger.info(
-                f"auto: {', '.join(what)}: {needed:.4g} GiB of {allowed:.4g} on this rank, {seconds * 1e3:.4g} ms by"
-                f" the estimate{'' if above <= 0 else too_much}"
+                f"auto: {', '.join(what)}: {needed:.4g} GiB of {allowed:.4g} on this rank,"
+                f" {options.target.rates.reserved_gib:g} of them reserved, no tensors; {seconds * 1e3:.4g} ms by the"
+                f" estimate{'' if above <= 0 else too_much}"
             )
             tried.append((above, each))
             if above <= 0 and slowest < best * _WORTH:

@@ -80,9 +80,11 @@ def _lay_out_stages(assembly: Assembly) -> tuple[PassPlan, dict[int, _StageExamp
     options = assembly.options
     assert options.pipeline is not None
     numbers, num_stages = options.pipeline.stages_of(assembly.layout.rank(PP)), len(options.pipeline.stages)
+    pairs = len(options.pipeline.pairs_of(assembly.layout.rank(PP)))
+    beside = f"; {pairs} pairs of stages run a forward beside a backward, as one graph" if pairs else ""
     logger.info(
         f"pipeline: {num_stages} stages, {options.num_microbatches} microbatches; ranks wait"
-        f" {options.pipeline.waiting():.1%} of a step at least, if all stages take the same time"
+        f" {options.pipeline.waiting():.1%} of a step at least, if all stages take the same time{beside}"
     )
     for number in numbers:
         modules = options.pipeline.stages[number]

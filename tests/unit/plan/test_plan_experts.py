@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from torchtitan_graph.blueprint import Blueprint
 from torchtitan_graph.config import load
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.plan import expert_loads
 from torchtitan_graph.plan.expert_loads import ALL_LAYERS, Busiest, busiest, busiest_by_layer, read_loads
-from torchtitan_graph.plan.outlook import add_arguments, check_arguments, look_ahead
+from torchtitan_graph.plan.outlook import add_arguments, check_arguments, check_loads, look_ahead
 from torchtitan_graph.plan.ranks import build, configuration
 from torchtitan_graph.plan.simulate import by_rates, simulate
 from torchtitan_graph.rates import RATES
@@ -91,6 +92,13 @@ def test_loads_must_fit_the_model() -> None:
         busiest_by_layer({ALL_LAYERS: [1.0]}, {}, 1)
 
 
+def test_a_file_that_does_not_fit_the_model_is_named(tmp_path: Path) -> None:
+    path = written(tmp_path, "[1, 2, 3]")
+    model = Blueprint(load(["--model.name", "deepseek_v3"]), 1).model
+    with pytest.raises(UserError, match=f"--expert_load '{path}': 3 loads of layers.1, which has 8 experts"):
+        check_loads(path, model)
+
+
 def test_a_step_waits_for_the_busiest_rank_and_a_checkpoint_has_all_parameters_and_moments(tmp_path: Path) -> None:
     words = "--model.name deepseek_v3 --training.seq_len 4096 --training.local_batch_size 1"
     words += " --activation_checkpoint.mode none --parallelism.expert_parallel_degree 2"
@@ -124,7 +132,7 @@ def test_a_step_waits_for_the_busiest_rank_and_a_checkpoint_has_all_parameters_a
     assert any("the busiest rank of ep has 1.5 times the mean" in line for line in uneven.lines())
     with pytest.raises(UserError, match="--node_mtbf_hours: .*give --storage_gb_per_s too"):
         check_arguments(parser.parse_args(["--node_mtbf_hours", "5"]), job.config)
-    with pytest.raises(UserError, match="--restart_minutes: .*give --node_mtbf_hours too"):
+    with pytest.raises(UserError, match="--restart_minutes 5: .*give --node_mtbf_hours too"):
         check_arguments(parser.parse_args(["--restart_minutes", "5"]), job.config)
     for given in ("-1", "0", "nan", "1e-300", "1e300"):
         with pytest.raises(UserError, match="--storage_gb_per_s .*: must be a number above 0, from 1e-9 to 1e9"):

@@ -417,7 +417,9 @@ def test_a_schedule_of_one_s_own_is_not_varied() -> None:
 
 
 def test_what_can_t_be_varied_is_refused() -> None:
-    with pytest.raises(UserError, match="--search batch: legal are dp_replicate, tp, cp"):
+    with pytest.raises(UserError, match="--search tp,batch: batch is none of dp_replicate, tp, cp"):
         find.check_varied("tp,batch")
+    with pytest.raises(UserError, match="row is none of .*; did you mean rows?"):
+        find.check_varied("row")
     assert find.check_varied("") == VARIED
     assert find.check_varied("tp,rows") == ("tp", "rows")

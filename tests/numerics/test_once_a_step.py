@@ -76,6 +76,7 @@ def test_the_graph_is_eager(cell):
 
 
 EXPERTS = {"qwen3": MOE, **{name: {"family": name} for name in ("deepseek_v3", "gpt_oss", "llama4")}}
+EIGHT_EXPERTS = {"changes": (("num_layers", 2), ("num_experts", 8))}
 LAYOUTS = {"EP 2": EP2, "EP 2 x FSDP 2": EP2_FSDP2, "TP 2 x EP 4": ParallelDims(dp_shard=2, tp=2, ep=4)}
 
 
@@ -86,7 +87,7 @@ LAYOUTS = {"EP 2": EP2, "EP 2 x FSDP 2": EP2_FSDP2, "TP 2 x EP 4": ParallelDims(
 @pytest.mark.parametrize("family", EXPERTS)
 def test_pairs_of_every_family_are_eager(family, layout, precision, every):
     cell = Cell(
-        LAYOUTS[layout], precision, pairs=True, recompute=Recompute(every), **TWO, **TWO_LAYERS, **EXPERTS[family]
+        LAYOUTS[layout], precision, pairs=True, recompute=Recompute(every), **TWO, **EIGHT_EXPERTS, **EXPERTS[family]
     )
     assert run_on(cell.dims.num_ranks, differences, cell) == [[]] * cell.dims.num_ranks
 

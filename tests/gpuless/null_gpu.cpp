@@ -68,6 +68,7 @@ struct Device {
 };
 static const Device kDevices[] = {
     {"NVIDIA H100 80GB HBM3", 9, 0, 132, 52428800, 85045608448, 232448, 233472},
+    {"NVIDIA B200", 10, 0, 148, 132644864, 191000000000, 232448, 233472},
     {"NVIDIA A100-SXM4-80GB", 8, 0, 108, 41943040, 85198045184, 166912, 167936},
 };
 static const Device* device = kDevices;

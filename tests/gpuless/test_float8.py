@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from torchtitan_graph.quantize.grouped import grouped_linear
-from torchtitan_graph.quantize.products import E4M3, ROWWISE, ROWWISE_WIDE, Recipe
+from torchtitan_graph.quantize.products import E4M3, MX, MX_WIDE, ROWWISE, ROWWISE_WIDE, Recipe
 
 ENDS = (7, 7, 30, 40)  # the second group has no row
 
@@ -30,6 +30,18 @@ def test_experts_in_float8_take_the_grouped_kernels_and_wait_for_nothing(
     asked = step(Recipe(scaling, E4M3), width)
     assert not [what for what in asked if what.startswith("wait")]
     assert sum(n for what, n in asked.items() if "GemmUniversal" in what and "float_e4m3" in what) == in_float8
+
+
+@pytest.mark.parametrize("width", [64, 40])
+@pytest.mark.parametrize(("scaling", "in_blocks"), [(MX, 3), (MX_WIDE, 2)])
+def test_experts_in_mx_take_the_grouped_kernels_of_a_b200_and_wait_for_nothing(
+    scaling: str, in_blocks: int, width: int
+) -> None:
+    null_gpu.become("B200")
+    asked = step(Recipe(scaling, E4M3), width)
+    assert not [what for what in asked if what.startswith("wait")]
+    assert sum(n for what, n in asked.items() if "GemmUniversal" in what and "BlockScaled" in what) == in_blocks
+    assert sum(n for what, n in asked.items() if "_scaled_blocks" in what) == 2 * in_blocks
 
 
 def test_emulation_that_waits_is_found() -> None:

@@ -50,6 +50,29 @@ def test_rows_are_the_cpus(kernels: Any, dtype: torch.dtype, form: torch.dtype) 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("form", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_blocks_are_the_cpus(kernels: Any, dtype: torch.dtype, form: torch.dtype) -> None:
+    from torchtitan_graph.ops.blocks import scaled_blocks
+
+    exponent = {torch.float8_e4m3fn: 8, torch.float8_e5m2: 15}[form]
+    for shape in ((5, 64), (3, 1500), (2, 3, 40)):
+        for x in (rows(*shape, dtype=dtype), rows(*shape, dtype=dtype).transpose(-1, -2)):
+            expected, scales = scaled_blocks(x, form)
+            out, found = torch.empty_like(expected), torch.empty_like(scales)
+            kernels.write_scaled_blocks(out, found, x, exponent)
+            assert torch.equal(found, scales)
+            assert is_near(out, expected)
+            kernels.write_scaled_blocks(out, found, x.flip(-1), exponent)
+            assert not is_near(out, expected)
+    for bad in (float("nan"), float("inf"), -float("inf")):
+        x = torch.ones(2, 64, dtype=dtype)
+        x[1, 40] = bad
+        out, found = torch.empty(2, 64, dtype=form), torch.empty(2, 2)
+        kernels.write_scaled_blocks(out, found, x, exponent)
+        assert torch.equal(found.isnan(), scaled_blocks(x, form)[1].isnan()) and found.isnan().sum() == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_what_travels_is_the_cpus(kernels: Any, dtype: torch.dtype) -> None:
     from torchtitan_graph.ops.wire import BLOCK, of_float8_bytes, to_float8_bytes
 

@@ -40,7 +40,7 @@ from torchtitan_graph.parallel.layout import ParallelDims
 from torchtitan_graph.parallel.recompute import Budget, Recompute
 from torchtitan_graph.parallel.storage import Reshard
 from torchtitan_graph.quantize.layers import Linear
-from torchtitan_graph.quantize.products import DELAYED, E4M3, MX, ROWWISE, ROWWISE_WIDE, Recipe
+from torchtitan_graph.quantize.products import DELAYED, E4M3, MX, MX_WIDE, ROWWISE, ROWWISE_WIDE, Recipe
 from torchtitan_graph.quantize.state import Float8State
 from torchtitan_graph.steps import Assembly, Steps, build_steps
 
@@ -54,7 +54,7 @@ def cell_of(dims: ParallelDims, recipe: Recipe | None, **changes: object) -> Cel
 
 EP2 = ParallelDims(dp_shard=2, ep=2)
 CURRENT, PAST, ROWS = Recipe(), Recipe(DELAYED), Recipe(ROWWISE, E4M3)
-BLOCKS = Recipe(MX, E4M3, emulate=True)
+BLOCKS, BLOCKS_WIDE = Recipe(MX, E4M3, emulate=True), Recipe(MX_WIDE, E4M3, emulate=True)
 QWEN3 = {"family": "qwen3", "flavor": "debugmodel_moe"}
 NOW, LATER = cell_of(ONE, CURRENT, num_steps=5), cell_of(ONE, PAST, num_steps=5)
 # A few recipes, policies and kinds of layers; the others, and most pairs of them, are in the slow tier.
@@ -98,6 +98,10 @@ SLOW = {
     "experts-FSDP-3": cell_of(ParallelDims(dp_shard=3), CURRENT, num_microbatches=1, **QWEN3),
     "experts-TP-2": cell_of(TP2, CURRENT, family="gpt_oss"),
     "experts-wide-budget": cell_of(ONE, Recipe(ROWWISE_WIDE, E4M3), recompute=Recompute(budget=Budget(0.3)), **QWEN3),
+    "experts-mx": cell_of(ONE, BLOCKS, recompute=Recompute(by_op=True), **QWEN3),
+    "experts-mx-EP-2": cell_of(EP2, BLOCKS, family="deepseek_v3", recompute=Recompute(1)),
+    "experts-mx-EP-2-x-FSDP-2": cell_of(ParallelDims(dp_shard=4, ep=2), BLOCKS, family="llama4", num_microbatches=1),
+    "experts-mx-wide-TP-2": cell_of(TP2, BLOCKS_WIDE, family="gpt_oss", recompute=Recompute(budget=Budget(0.3))),
     "norms-FSDP-2": cell_of(FSDP2, None, family="own_models.float8_norms"),
     "norms-TP-2": cell_of(TP2, None, family="own_models.float8_norms"),
     "flex": cell_of(ONE, PAST, attn="flex"),
@@ -122,6 +126,7 @@ CAPTURED = {
     "experts": cell_of(ONE, CURRENT, num_steps=2, **QWEN3),
     "norms": cell_of(ONE, None, family="own_models.float8_norms", num_steps=2),
     "experts-rowwise-EP-2": cell_of(EP2, ROWS, num_steps=2, **QWEN3),
+    "experts-mx-EP-2": cell_of(EP2, BLOCKS, num_steps=2, **QWEN3),
 }
 
 

@@ -6,7 +6,6 @@ from float8_plain import quantized
 from test_float8_products import RECIPES, _most_off, in_every_way, numbers, step
 from torch import Tensor
 
-from torchtitan_graph.errors import UserError
 from torchtitan_graph.models.layers.moe import Experts, MoEConfig
 from torchtitan_graph.quantize.grouped import grouped_linear
 from torchtitan_graph.quantize.layers import GroupedLinear
@@ -15,9 +14,11 @@ from torchtitan_graph.quantize.products import (
     E4M3,
     E5M2,
     MX,
+    MX_WIDE,
     ROWWISE,
-    ROWWISE_WIDE,
     Recipe,
+    by_rows,
+    meant,
     workspace_of,
 )
 from torchtitan_graph.quantize.state import Float8, convert
@@ -25,12 +26,12 @@ from torchtitan_graph.quantize.state import Float8, convert
 S, D, F, ENDS = 40, 24, 12, (7, 7, 30, 40)  # the second group has no row
 OFFSETS = torch.tensor(ENDS, dtype=torch.int32)
 GROUPS = [slice(begin, end) for begin, end in zip((0, *ENDS[:-1]), ENDS, strict=True)]
-EVERY = pytest.mark.parametrize("recipe", [pytest.param(x, id=name) for name, x in RECIPES.items() if x.scaling != MX])
+EVERY = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 WAYS = {f"{name}-{is_hit}": (RECIPES[name], is_hit) for name in ("current", "delayed") for is_hit in ("hit", "miss")}
-WAYS |= {f"{name}-miss": (RECIPES[name], "miss") for name in ("rowwise", "rowwise-wide")}
+WAYS |= {f"{name}-miss": (RECIPES[name], "miss") for name in ("rowwise", "rowwise-wide", "mx", "mx-wide")}
 
 
-FAST = ("current-hit", "delayed-miss", "rowwise-miss")
+FAST = ("current-hit", "delayed-miss", "mx-miss")
 
 
 @pytest.mark.parametrize(
@@ -70,8 +71,8 @@ def test_each_group_is_a_linear_layer_but_for_the_rounding_of_its_operands(recip
     def rounded(a: Tensor, part: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Give what a part of `a` stands for, with the whole's scale or its rows', and how far off it may be."""
         if recipe.by_row:
-            a = part
-        q, scale = quantized(torch.cat([a, part]), dtype, recipe.by_row)  # the part, by the scale of the whole
+            return meant(*by_rows(part, dtype, recipe)).double()[:, : part.shape[1]], _most_off(part, dtype, recipe)
+        q, scale = quantized(torch.cat([a, part]), dtype)  # the part, by the scale of the whole
         off = _most_off(torch.cat([a, part]), dtype, recipe)
         return ((q.double() * scale.double())[len(a) :], off[len(a) :])
 
@@ -87,14 +88,14 @@ def test_each_group_is_a_linear_layer_but_for_the_rounding_of_its_operands(recip
             if not len(a) or not a.shape[1]:
                 assert not found.any()
                 continue
-            if i == 2 and recipe.scaling == ROWWISE_WIDE:
+            if i == 2 and recipe.is_wide:
                 torch.testing.assert_close(found.double(), exact, rtol=0, atol=1e-4)
                 continue
             if i == 2 and not recipe.by_row:  # columns: the whole has others
                 a_whole, b_whole = (each.reshape(-1, 1).expand(-1, a.shape[1]) for each in (a_whole, b_whole))
             (am, a_off), (bm, b_off) = rounded(a_whole, a, a_dtype), rounded(b_whole, b, b_dtype)
-            meant = am @ bm.t()
-            torch.testing.assert_close(found.double(), meant, rtol=0, atol=1e-5 * float(meant.abs().max()))
+            product = am @ bm.t()
+            torch.testing.assert_close(found.double(), product, rtol=0, atol=1e-5 * float(product.abs().max()))
             bound = a_off @ b.double().abs().t() + a.double().abs() @ b_off.t() + a_off @ b_off.t()
             assert ((found.double() - exact).abs() <= bound + 1e-4).all()
             assert not ((found.double() - exact).abs() <= bound / 50 + 1e-4).all()  # the bound is not idle
@@ -140,16 +141,60 @@ def test_experts_multiply_by_the_functions_and_keep_their_parameters_and_biases(
     assert not torch.equal(found, plain) and (found - plain).norm() < 0.1 * plain.norm()
 
 
-def test_mx_formats_are_refused() -> None:
-    with pytest.raises(UserError, match="'mxfp8': not for groups of rows, .*; take tensorwise, "):
-        GroupedLinear(torch.nn.Parameter(numbers(4, F, D)), Recipe(MX))
+def in_tiles(data: Tensor, begin: int, rows: int, blocks: int) -> Tensor:
+    """Read scales (rows, blocks) from a kernel's bytes: tiles of 128 x 4, in which row r, block c are at 16 * (r % 32)
+    + 4 * (r // 32) + c; https://docs.nvidia.com/cuda/cublas, "1D Block Scaling Factors Layout"."""
+    tiles = -(-blocks // 4)
+    at = [
+        [begin + 512 * (r // 128 * tiles + c // 4) + r % 32 * 16 + r % 128 // 32 * 4 + c % 4 for c in range(blocks)]
+        for r in range(rows)
+    ]
+    return 2.0 ** (data.flatten()[torch.tensor(at, dtype=torch.long).view(rows, blocks)].double() - 127)
 
 
-def kernel(a, b, scale_a, _, swizzle_a, scale_b, __, swizzle_b, offs, bias, out_dtype, *rest):  # type: ignore[no-untyped-def]
+def up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+def kernel_of_blocks(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offs: Tensor) -> Tensor:
+    """A GPU's product of groups in MXFP8, by its definition, in fp64. It leaves a group without rows unwritten."""
+    assert (
+        scale_a.dtype == scale_b.dtype == torch.float8_e8m0fnu and scale_a.is_contiguous() and scale_b.is_contiguous()
+    )
+    assert scale_a.dim() == 2 and scale_a.shape[0] >= a.shape[0] and not a.shape[-1] % 32
+    ends, blocks = offs.tolist(), a.shape[-1] // 32
+    of_a, of_b, parts = scale_a.view(torch.uint8), scale_b.view(torch.uint8), [*zip([0, *ends], ends, strict=False)]
+    if b.dim() == 3:
+        width = b.shape[2]
+        out, begin, columns = torch.full((a.shape[0], width), torch.nan).double(), 0, up(blocks, 4)
+        assert scale_b.shape == (len(b), columns * up(width, 128))
+        for g, (i, j) in enumerate(parts):
+            x = a[i:j].double() * in_tiles(of_a, begin, j - i, blocks).repeat_interleave(32, 1)
+            w = b[g].t().double() * in_tiles(of_b[g], 0, width, blocks).repeat_interleave(32, 1)
+            out[i:j], begin = x @ w.t(), begin + columns * up(j - i, 128)
+        return out
+    assert not any(end % 32 for end in ends), "a group begins within a block"
+    out, begins = torch.full((len(ends), a.shape[0], b.shape[1]), torch.nan).double(), [0, 0]
+    for g, (i, j) in enumerate(parts):
+        blocks = (j - i) // 32
+        numbers = [
+            each[:, i:j].double() * in_tiles(data, begin, len(each), blocks).repeat_interleave(32, 1)
+            for each, data, begin in zip((a, b.t()), (of_a, of_b), begins, strict=True)
+        ]
+        if blocks:
+            out[g] = numbers[0] @ numbers[1].t()
+        begins = [begin + up(len(x), 128) * up(blocks, 4) for begin, x in zip(begins, (a, b.t()), strict=True)]
+    return out
+
+
+def kernel(a, b, scale_a, scaling, swizzle_a, scale_b, _, swizzle_b, offs, bias, out_dtype, *rest):  # type: ignore[no-untyped-def]
     """A GPU's product of groups, by its definition, in fp64; it refuses what the GPU's would."""
     assert a.stride(-1) == 1 and a.stride(-2) % 16 == 0 and b.stride(-2) == 1 and b.stride(-1) % 16 == 0
     assert not any(size % 16 for size in (b.shape[1:] if b.dim() == 3 else (*a.shape, *b.shape)))
     assert a.dtype == b.dtype == E4M3 and offs.dtype == torch.int32 and offs[-1] <= a.shape[b.dim() - 3]
+    if scaling == [3]:  # F.ScalingType.BlockWise1x32
+        assert swizzle_a == swizzle_b == [1]
+        return kernel_of_blocks(a, b, *scale_a, *scale_b, offs).to(out_dtype)
     (a_scale,), (b_scale,), parts = scale_a, scale_b, [slice(i, j) for i, j in zip([0, *offs], offs, strict=False)]
     if b.dim() == 3:
         a, b = a.double() * a_scale[:, None], b.double() * b_scale[:, None]
@@ -160,16 +205,33 @@ def kernel(a, b, scale_a, _, swizzle_a, scale_b, __, swizzle_b, offs, bias, out_
     return torch.stack([(a[:, p] * a_scale[g]) @ (b[p] * b_scale[g]) for g, p in enumerate(parts)]).to(out_dtype)
 
 
-@pytest.mark.parametrize("width", [16, 24])
-def test_a_gpus_products_get_what_emulation_multiplies(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+FEW = (40, (7, 7, 30, 40))  # rows, and where the groups end
+
+
+@pytest.mark.parametrize(
+    ("scaling", "width", "out", "rows"),
+    [
+        (ROWWISE, 16, F, FEW),
+        (ROWWISE, 24, F, FEW),
+        (MX, 24, F, FEW),
+        (MX, 160, 200, (300, (131, 131, 131, 300))),
+        (MX, 64, 128, (128, (0, 0, 128, 128))),
+        (MX_WIDE, 48, F, FEW),
+    ],
+)
+def test_a_gpus_products_get_what_emulation_multiplies(
+    scaling: str, width: int, out: int, rows: tuple[int, tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch, "_scaled_grouped_mm_v2", kernel)
-    wide = torch.float32
-    x, weight = numbers(S, width, dtype=wide), numbers(len(ENDS), F, width, seed=1, dtype=wide)
-    dy = numbers(S, F, seed=2, dtype=wide)
-    found = []
-    for recipe in (Recipe(ROWWISE, E4M3), Recipe(ROWWISE, E4M3, is_traced_for_gpu=True)):
+    wide, (num_rows, ends) = torch.float32, rows
+    x, weight = numbers(num_rows, width, dtype=wide), numbers(len(ends), out, width, seed=1, dtype=wide)
+    x *= torch.logspace(-6, 6, num_rows)[:, None]  # rows' scales differ
+    dy = numbers(num_rows, out, seed=2, dtype=wide)
+    found, offsets_E = [], torch.tensor(ends, dtype=torch.int32)
+    for recipe in (Recipe(scaling, E4M3), Recipe(scaling, E4M3, is_traced_for_gpu=True)):
         leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
-        y, *_ = grouped_linear(*leaves, OFFSETS, recipe)
+        y, *_ = grouped_linear(*leaves, offsets_E, recipe)
         found.append([y, *torch.autograd.grad(y, leaves, dy)])
     for emulated, of_kernel in zip(*found, strict=True):
-        torch.testing.assert_close(of_kernel, emulated.bfloat16().float(), rtol=2**-8, atol=1e-5)
+        off, size = (of_kernel - emulated).abs(), emulated.abs()
+        assert (off <= 2**-8 * size + 1e-5 * size.amax(-1, keepdim=True)).all()

@@ -206,7 +206,7 @@ def test_a_wrong_call_is_told_the_right_one(make: object, words: str) -> None:
 
 
 @pytest.mark.parametrize("ends", [[8, 8], [8, 17], [17, 16], [-1, 16], [16, 8], [0, 0]])
-@pytest.mark.parametrize("scaling", [TENSORWISE, ROWWISE])
+@pytest.mark.parametrize("scaling", [TENSORWISE, ROWWISE, MX])
 def test_ends_of_groups_that_leave_rows_out_are_refused(ends: list[int], scaling: str) -> None:
     """Such as counts in their place: rows of no group were memory that nobody had written."""
     layer, offsets_E = GroupedLinear(EXPERTS, Recipe(scaling)), torch.tensor(ends)

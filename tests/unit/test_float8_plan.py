@@ -16,7 +16,7 @@ from torchtitan_graph.models.layers.feed_forward import FeedForward
 from torchtitan_graph.models.spec import build_model
 from torchtitan_graph.quantize.layers import GroupedLinear, LayerNormLinear, LayerNormMLP, Linear
 from torchtitan_graph.quantize.plan import check_cut, plan_float8
-from torchtitan_graph.quantize.products import DELAYED, E4M3, E5M2, MX, ROWWISE, TENSORWISE, Recipe, linear
+from torchtitan_graph.quantize.products import DELAYED, E4M3, E5M2, MX, MX_WIDE, ROWWISE, TENSORWISE, Recipe, linear
 from torchtitan_graph.quantize.state import Float8, convert
 from torchtitan_graph.rates import RATES
 
@@ -26,6 +26,7 @@ DRY = Target.of(RATES["H100"])
 FLOAT8 = ("--model.converters", "float8")
 RECIPE = Recipe()
 PP = "parallelism.pipeline_parallel_degree"
+GROUPED, GROUPED_MX = "quantize.grouped_mm.float8", "quantize.grouped_mm.mx"
 
 
 def configured(**options: str) -> JobConfig:
@@ -152,8 +153,8 @@ def test_parts_that_tensor_parallelism_leaves_are_checked(degree: int, filtered:
         (["--training.seq_len", "24", "--parallelism.pipeline_parallel_degree", "2"], 2, "24 tokens .*microbatch_size"),
         (["--quantize.linear.float8.filter_fqns", "output,auto_filter_small_kn"], 1, "_kn stood for .*; name"),
         (["--model.converters", "float8,mx"], 1, "linear layers can't be converted by both float8 and mx"),
-        (["--model.converters", "quantize.grouped_mm.mx"], 1, "mx: experts are not .* use quantize.grouped_mm.float8"),
-        (["--model.converters", "fp8"], 1, "fp8 is unknown; legal are float8, mx and quantize.grouped_mm.float8"),
+        (["--model.converters", f"{GROUPED},{GROUPED_MX}"], 1, f"experts can't be .* both {GROUPED} and {GROUPED_MX}"),
+        (["--model.converters", "fp8"], 1, f"fp8 is unknown; legal are float8, mx, {GROUPED} and {GROUPED_MX}"),
         (
             ["--model.converters", "mx", "--training.seq_len", "80", "--training.local_batch_size", "1"],
             1,
@@ -174,9 +175,6 @@ def test_what_is_not_built_is_refused_by_name(words: list[str], world_size: int,
     assert check(load([*FLOAT8]), 1) == []
 
 
-GROUPED = "quantize.grouped_mm.float8"
-
-
 def experts_of(config: JobConfig, target: Target = CPU) -> dict[str, Recipe]:
     found = plan_float8(config, model("qwen3", "debugmodel_moe"), target)
     return dict(found.layers) if found is not None else {}
@@ -191,6 +189,31 @@ def test_experts_are_converted_by_name() -> None:
     assert found.pop("layers.1.moe.experts") == found.pop("layers.3.moe.experts") == Recipe(DELAYED, E5M2)
     assert {*found.values()} == {Recipe(TENSORWISE, E5M2)} and not any("gate" in name for name in found)
     assert check(config, 1) == []
+
+
+def test_experts_are_converted_to_mx(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["--model.converters", f"mx,{GROUPED_MX}", f"--{GROUPED_MX}.fqns", "layers.1."]
+    assert experts_of(load(words))["layers.1.moe.experts"] == Recipe(MX, E4M3)
+    words += [f"--{GROUPED_MX}.recipe_name", "mxfp8_wgrad_with_hp"]
+    assert experts_of(load(words))["layers.1.moe.experts"] == Recipe(MX_WIDE, E4M3)
+    assert "of a GPU" not in caplog.text and "taken to multiply" not in caplog.text
+    of_dry_run = Recipe(MX_WIDE, E4M3, is_traced_for_gpu=True)
+    assert experts_of(load(words), DRY)["layers.1.moe.experts"] == of_dry_run
+    assert "H100 is taken to multiply in MXFP8, as GPUs of compute capability 10.0 do" in caplog.text
+    for capability, is_legal in (((9, 0), False), ((10, 0), True), ((12, 0), False)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_, it=capability: it)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "GPU")
+        message = f"GPU has no products of experts in MXFP8, .* 10.0; remove the converter, or set {GROUPED_MX}.emulate"
+        with contextlib.nullcontext() if is_legal else pytest.raises(UserError, match=message):
+            experts_of(load(words), CUDA)
+        assert experts_of(load([*words, f"--{GROUPED_MX}.emulate"]), CUDA)["layers.1.moe.experts"].emulate
+
+
+@pytest.mark.parametrize("words", [(), (f"--{GROUPED_MX}.fqns", "expert_s")])
+def test_experts_that_can_not_be_meant_in_mx_are_refused(words: Sequence[str]) -> None:
+    message = f"{GROUPED_MX}.fqns = 'expert_s': is in no experts'" if words else f"{GROUPED_MX}.fqns names no experts"
+    with pytest.raises(UserError, match=message):
+        experts_of(load(["--model.converters", GROUPED_MX, *words]))
 
 
 @pytest.mark.parametrize(

@@ -12,17 +12,18 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
+from torchtitan_graph.ops.blocks import scaled_blocks
 from torchtitan_graph.quantize.grouped import grouped_linear
 from torchtitan_graph.quantize.products import (
     DELAYED,
     E4M3,
     E5M2,
     MX,
+    MX_WIDE,
     ROWWISE,
     ROWWISE_WIDE,
     Recipe,
     by_rows,
-    in_blocks,
     largest,
     linear,
     meant,
@@ -41,6 +42,7 @@ RECIPES = {
     "rowwise-e5m2": Recipe(ROWWISE),
     "rowwise-wide": Recipe(ROWWISE_WIDE, E4M3),
     "mx": Recipe(MX, E4M3, emulate=True),
+    "mx-wide": Recipe(MX_WIDE, E4M3, emulate=True),
 }
 
 
@@ -208,7 +210,7 @@ def test_it_is_a_linear_layer_but_for_the_rounding_of_its_operands(recipe: Recip
     ]
     for i, (y, (a, a_dtype, b, b_dtype)) in enumerate(zip(found, products, strict=True)):
         exact = a.double() @ b.double().t()
-        if i == 2 and recipe.scaling == ROWWISE_WIDE:
+        if i == 2 and recipe.is_wide:
             torch.testing.assert_close(y.double(), exact, rtol=0, atol=1e-4)
             continue
         rounded = stands_for(a, a_dtype) @ stands_for(b, b_dtype).t()
@@ -223,10 +225,10 @@ def _most_off(x: Tensor, dtype: torch.dtype, recipe: Recipe) -> Tensor:
     """Give half a spacing of each number, relative; below the smallest normal number half that one's, absolute; in MX
     formats perhaps more, for what is larger than the format holds."""
     kind, scale = torch.finfo(dtype), scale_for(largest(x, recipe.by_row), dtype).double()
-    if recipe.scaling == MX:
-        scale = in_blocks(x, dtype)[1].double().repeat_interleave(32, 1)[:, : x.shape[1]]
+    if recipe.by_block:
+        scale = scaled_blocks(x, dtype)[1].double().repeat_interleave(32, 1)[:, : x.shape[1]]
     off = torch.maximum(x.double().abs() * kind.eps / 2, scale * kind.smallest_normal * kind.eps / 2)
-    return off.maximum(x.double().abs() - scale * kind.max) if recipe.scaling == MX else off
+    return off.maximum(x.double().abs() - scale * kind.max) if recipe.by_block else off
 
 
 @pytest.mark.parametrize(("dtype", "largest_power"), [(E4M3, 8), (E5M2, 15)])
@@ -235,7 +237,7 @@ def test_blocks_are_scaled_as_the_specification_says(dtype: torch.dtype, largest
     x = numbers(4, 70, seed=3, dtype=torch.float32) * 10.0 ** torch.arange(-30, 40).remainder(60)[None].sub(25)
     x[0, :32] = 0
     x[1, 32] = 1e-42
-    q, scale = in_blocks(x, dtype)
+    q, scale = scaled_blocks(x, dtype)
     assert q.shape == (4, 96) and scale.shape == (4, 3) and not q[:, 70:].float().any()
     for row, numbers_q, scales in zip(x.tolist(), q.float().tolist(), scale.tolist(), strict=True):
         for i, found in enumerate(scales):
@@ -252,7 +254,7 @@ def test_blocks_are_scaled_as_the_specification_says(dtype: torch.dtype, largest
 def test_a_block_with_what_is_not_finite_is_lost_and_no_other(bad: float) -> None:
     x = numbers(2, 64)
     x[1, 40] = bad
-    lost = meant(*in_blocks(x, E4M3)).isnan()
+    lost = meant(*scaled_blocks(x, E4M3)).isnan()
     assert lost[1, 32:].all() and lost.sum() == 32
 
 

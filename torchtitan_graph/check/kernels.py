@@ -21,7 +21,7 @@ from torchtitan_graph.ops.experts import permuted
 from torchtitan_graph.ops.rows import scored_rows, scored_rows_backward
 from torchtitan_graph.ops.varlen import segments_of, varlen_attention
 from torchtitan_graph.quantize.grouped import grouped_linear
-from torchtitan_graph.quantize.products import E4M3, ROWWISE, ROWWISE_WIDE, Recipe
+from torchtitan_graph.quantize.products import E4M3, MX, MX_WIDE, ROWWISE, ROWWISE_WIDE, Recipe
 
 
 def kernels_off(device: str = "cuda") -> Iterator[tuple[str, float]]:
@@ -89,7 +89,8 @@ def kernels_off(device: str = "cuda") -> Iterator[tuple[str, float]]:
         return
     ends_E = torch.tensor([100, 100, 421, 512], device=device, dtype=torch.int32)  # the second expert has no row
     x_SD, w_EFD = (torch.randn(shape, device=device).bfloat16() for shape in ((512, 256), (4, 128, 256)))
-    for scaling in (ROWWISE, ROWWISE_WIDE):
+    of_blocks = (MX, MX_WIDE) if torch.cuda.get_device_capability()[0] == 10 else ()
+    for scaling in (ROWWISE, ROWWISE_WIDE, *of_blocks):
         of_kernel, emulated = (partial(_experts, ends_E, Recipe(scaling, E4M3, emulate)) for emulate in (False, True))
         yield f"experts, float8 {scaling}", _off(of_kernel, emulated, x_SD, w_EFD)
 

@@ -180,7 +180,7 @@ class Cell:
         if self.float8 is None:
             return None
         layers = dict(build_model(self).layers.named_modules(prefix="layers"))
-        multiple = multiple_for(self.float8.scaling)
+        multiple = multiple_for(self.float8)
         fits = {n for n, m in layers.items() if type(m) is nn.Linear and not any(s % multiple for s in m.weight.shape)}
         return Float8({n: self.float8 for n, m in layers.items() if n in fits or isinstance(m, Experts)})
 

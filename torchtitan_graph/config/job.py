@@ -129,7 +129,8 @@ class Model:
     converters: list[str] = option(
         [],
         "Layers to quantize. float8: linear layers multiply in float8, see [quantize.linear.float8]; mx: in MXFP8,"
-        " emulated everywhere; quantize.grouped_mm.float8: experts multiply in float8.",
+        " emulated everywhere; quantize.grouped_mm.float8: experts multiply in float8; quantize.grouped_mm.mx: in"
+        " MXFP8, see [quantize.grouped_mm.mx].",
     )
     num_mtp_layers: int = option(
         0,
@@ -863,10 +864,26 @@ class GroupedFloat8:
 
 
 @dataclass
+class GroupedMX:
+    """How experts multiply in MX formats, with "quantize.grouped_mm.mx" in model.converters."""
+
+    fqns: list[str] = option([], "Parts of the names of experts that multiply in MXFP8; experts is a part of all.")
+    recipe_name: str = option(
+        "mxfp8",
+        "mxfp8: all three products; mxfp8_wgrad_with_hp: the weights' gradients in training.mixed_precision_param.",
+        choices=("mxfp8", "mxfp8_wgrad_with_hp"),
+    )
+    emulate: bool = option(
+        False, "Emulate MXFP8 in fp32 on a GPU too, if it is not of compute capability 10.0; a CPU always does."
+    )
+
+
+@dataclass
 class QuantizeGrouped:
     """Experts."""
 
     float8: GroupedFloat8 = field(default_factory=GroupedFloat8)
+    mx: GroupedMX = field(default_factory=GroupedMX)
 
 
 @dataclass

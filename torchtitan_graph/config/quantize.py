@@ -9,7 +9,7 @@ from torchtitan_graph.nearest import did_you_mean
 LINEARS = ("float8", "quantize.linear.float8")  # two names for one
 LINEARS_MX = ("mx", "quantize.linear.mx")  # as well
 EXPERTS = "quantize.grouped_mm.float8"
-_EXPERTS_MX = "quantize.grouped_mm.mx"
+EXPERTS_MX = "quantize.grouped_mm.mx"
 _AUTO = "auto_filter_small_kn"
 # Options that don't combine with float8, and the value each must have.
 _NOT_TOGETHER = {
@@ -30,25 +30,26 @@ def converts_to_mx(converters: Sequence[str]) -> bool:
     return not {*converters}.isdisjoint(LINEARS_MX)
 
 
-def converts_experts(converters: Sequence[str]) -> bool:
-    """Return whether model.converters makes experts multiply in float8."""
-    return EXPERTS in converters
-
-
 def problems(config: JobConfig) -> Iterator[Problem]:
     """Yield the problems of the options for quantization."""
     converters, key = config.model.converters, "model.converters"
-    known = (*LINEARS, *LINEARS_MX, EXPERTS)
+    known = (*LINEARS, *LINEARS_MX, EXPERTS, EXPERTS_MX)
     for name in dict.fromkeys(converters):
-        if name == _EXPERTS_MX:
-            yield Problem(key, f"{name}: experts are not built in MX formats; remove it, or use {EXPERTS}")
-        elif name not in known:
-            hint = did_you_mean(name, known)
-            yield Problem(key, f"{name} is unknown; legal are {LINEARS[0]}, {LINEARS_MX[0]} and {EXPERTS}{hint}")
+        if name not in known:
+            legal = f"{LINEARS[0]}, {LINEARS_MX[0]}, {EXPERTS} and {EXPERTS_MX}"
+            yield Problem(key, f"{name} is unknown; legal are {legal}{did_you_mean(name, known)}")
     is_mx, is_float8 = converts_to_mx(converters), converts_linears(converters)
-    if is_float8 and is_mx:
-        yield Problem(key, f"linear layers can't be converted by both {LINEARS[0]} and {LINEARS_MX[0]}; remove one")
-    if not converters or not {*converters} <= {*known} or (is_float8 and is_mx):
+    twice = [
+        (what, one, other)
+        for what, one, other, is_twice in (
+            ("linear layers", LINEARS[0], LINEARS_MX[0], is_float8 and is_mx),
+            ("experts", EXPERTS, EXPERTS_MX, {EXPERTS, EXPERTS_MX} <= {*converters}),
+        )
+        if is_twice
+    ]
+    for what, one, other in twice:
+        yield Problem(key, f"{what} can't be converted by both {one} and {other}; remove one")
+    if not converters or not {*converters} <= {*known} or twice:
         return
     yield from not_together(config, f"model.converters = {converters!r}", "or remove the converter")
     for filters in ("quantize.linear.float8.filter_fqns", "quantize.linear.mx.filter_fqns"):
@@ -100,7 +101,8 @@ def notices(config: JobConfig) -> Iterator[Problem]:
     for table, what, is_done, name in (
         ("quantize.linear.float8", "no linear layer", converts_linears(done), LINEARS[0]),
         ("quantize.linear.mx", "no linear layer", converts_to_mx(done), LINEARS_MX[0]),
-        ("quantize.grouped_mm.float8", "nothing of experts", converts_experts(done), EXPERTS),
+        (EXPERTS, "nothing of experts", EXPERTS in done, EXPERTS),
+        (EXPERTS_MX, "nothing of experts", EXPERTS_MX in done, EXPERTS_MX),
     ):
         keys = [key for key in OPTIONS if key.startswith(f"{table}.") and not is_done]
         yield from unused(config, f"{what} is quantised while model.converters does not name {name}", *keys)

@@ -55,7 +55,6 @@ _WORKERS = {
 _GATHERS = "weights with one scale are gathered in float8 anyway, all their scales in one message; same numbers"
 _DELAYED = "one recipe is for all: set quantize.linear.float8.recipe_name = 'tensorwise_delayed' in its place"
 _FLOAT8 = "set model.converters = ['float8'] in its place"
-_NO_MX = "experts are not quantised in MX formats"
 _INDUCTOR = (
     "set Inductor's own environment variables in its place, such as TORCHINDUCTOR_MAX_AUTOTUNE=1 or"
     " TORCHINDUCTOR_EMULATE_PRECISION_CASTS=1, which hold for all that it compiles"
@@ -148,8 +147,6 @@ UNSUPPORTED = {
     ),
     "quantize.linear.mx.mxfp8_dim1_cast_kernel_choice": _ignore("triton", "casts are operations of the graph"),
     "quantize.linear.mx.use_fp8_dim1_cast_triton_kernel": _gone("casts are operations of the graph"),
-    "quantize.grouped_mm.mx.recipe_name": _ignore("mxfp8", _NO_MX),
-    "quantize.grouped_mm.mx.fqns": _ignore([], _NO_MX),
     "float8.enable_float8_linear": _refuse(False, _FLOAT8),
     "training.enable_float8_linear": _refuse(False, _FLOAT8),
     "training.fp8_linear": Unsupported(REFUSED, _FLOAT8, ("", False)),

@@ -13,7 +13,7 @@ from torchtitan_graph.ops.experts import flops_of_groups, one_for_each_group
 from torchtitan_graph.ops.operator import equal_groups, operator
 
 # Numbers, and bytes: the kernel's alignment of widths, and of the begin of each group's columns.
-_ALIGNED = 16
+ALIGNED = 16
 _LEAST = 1e-12  # magnitude that is scaled up to the largest number
 
 
@@ -48,7 +48,7 @@ def scaled_grouped_mm(x_SD: Tensor, scale_S: Tensor, w_EFD: Tensor, scale_EF: Te
     num_rows, width = x_SD.shape[0], w_EFD.shape[1]
     if num_rows == 0:  # no rows in any group
         return x_SD.new_empty(0, width, dtype=torch.bfloat16)
-    x_SD, w_EFD, scale_EF = _in_sixteens(x_SD), _in_sixteens(w_EFD, rows=True), _in_sixteens(scale_EF)
+    x_SD, w_EFD, scale_EF = in_sixteens(x_SD), in_sixteens(w_EFD, rows=True), in_sixteens(scale_EF)
     return _product(x_SD, scale_S, w_EFD.transpose(1, 2), scale_EF, offsets_E)[:, :width].contiguous()
 
 
@@ -63,9 +63,9 @@ def scaled_grouped_outer(x_SD: Tensor, scale_ED: Tensor, y_SF: Tensor, scale_EF:
     num_rows, rows, columns = x_SD.shape[0], x_SD.shape[1], y_SF.shape[1]
     if num_rows == 0:
         return x_SD.new_zeros(offsets_E.shape[0], rows, columns, dtype=torch.bfloat16)
-    place_S, ends_E, num_places = _places(offsets_E, num_rows)
-    x_DP, y_FP = (_spread(_in_sixteens(each), place_S, num_places) for each in (x_SD, y_SF))
-    scales = (_in_sixteens(each).flatten() for each in (scale_ED, scale_EF))
+    place_S, ends_E, num_places = places_of(offsets_E, num_rows, ALIGNED)
+    x_DP, y_FP = (spread_columns(in_sixteens(each), place_S, num_places) for each in (x_SD, y_SF))
+    scales = (in_sixteens(each).flatten() for each in (scale_ED, scale_EF))
     return _product(x_DP, next(scales), y_FP.t(), next(scales), ends_E)[:, :rows, :columns].contiguous()
 
 
@@ -76,29 +76,33 @@ def _product(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, offsets_E: 
     )
 
 
-def _in_sixteens(x: Tensor, rows: bool = False) -> Tensor:
+def in_sixteens(x: Tensor, rows: bool = False) -> Tensor:
     """Return contiguous rows, each zero-padded to a multiple of 16 numbers; with `rows` their number too."""
-    pads = (0, -x.shape[-1] % _ALIGNED, 0, -x.shape[-2] % _ALIGNED if rows else 0)
+    pads = (0, -x.shape[-1] % ALIGNED, 0, -x.shape[-2] % ALIGNED if rows else 0)
     if not any(pads):
         return x.contiguous()
     # Few kernels support float8; a zero's bits are zeros.
     return F.pad(x.view(torch.uint8), pads).view(x.dtype) if x.element_size() == 1 else F.pad(x, pads)
 
 
-def _places(offsets_E: Tensor, num_rows: int) -> tuple[Tensor, Tensor, int]:
-    """Return a place for each row such that each group begins at a multiple of 16; where each group then ends; and the
-    number of places, whatever the groups."""
-    sizes_E = torch.diff(offsets_E, prepend=offsets_E.new_zeros(1))
-    ends_E = (-(-sizes_E // _ALIGNED) * _ALIGNED).cumsum(0, dtype=torch.int32)
-    begins_E = torch.cat([ends_E.new_zeros(1), ends_E[:-1]])
-    shift_E = begins_E - (offsets_E - sizes_E)
+def aligned_ends(offsets_E: Tensor, multiple: int, least: int = 0) -> Tensor:
+    """Return where groups end if each begins at a multiple; one of fewer rows than `least` gets places for as many."""
+    sizes_E = torch.diff(offsets_E, prepend=offsets_E.new_zeros(1)).clamp(min=least)
+    return (-(-sizes_E // multiple) * multiple).cumsum(0, dtype=torch.int32)
+
+
+def places_of(offsets_E: Tensor, num_rows: int, multiple: int, least: int = 0) -> tuple[Tensor, Tensor, int]:
+    """Return a place for each row such that each group begins at a multiple; where each group then ends, see
+    `aligned_ends`; and the number of places, whatever the groups."""
+    ends_E = aligned_ends(offsets_E, multiple, least)
+    begins_E, rows_before_E = (torch.cat([each.new_zeros(1), each[:-1]]) for each in (ends_E, offsets_E))
     row_S = torch.arange(num_rows, device=offsets_E.device, dtype=offsets_E.dtype)
     group_S = torch.searchsorted(offsets_E, row_S, right=True).clamp(max=offsets_E.shape[0] - 1)  # after all: no group
-    num_places = -(-num_rows // _ALIGNED) * _ALIGNED + _ALIGNED * offsets_E.shape[0]
-    return (row_S + shift_E[group_S]).long(), ends_E, num_places
+    num_places = -(-num_rows // multiple) * multiple + multiple * offsets_E.shape[0]
+    return (row_S + (begins_E - rows_before_E)[group_S]).long(), ends_E, num_places
 
 
-def _spread(x_SD: Tensor, place_S: Tensor, num_places: int) -> Tensor:
+def spread_columns(x_SD: Tensor, place_S: Tensor, num_places: int) -> Tensor:
     """Return (D, places) with each row's numbers at its place, and zeros elsewhere."""
-    numbers = x_SD.view(torch.uint8).t()
-    return numbers.new_zeros(x_SD.shape[1], num_places).index_copy(1, place_S, numbers).view(x_SD.dtype)
+    numbers = (x_SD.view(torch.uint8) if x_SD.element_size() == 1 else x_SD).t()  # few kernels support float8
+    return numbers.new_zeros(x_SD.shape[1], num_places).index_copy_(1, place_S, numbers).view(x_SD.dtype)

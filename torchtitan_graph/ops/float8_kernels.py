@@ -41,6 +41,24 @@ def _scaled_rows(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _scaled_blocks(  # type: ignore[no-untyped-def]
+    x, out, scales, R, D, WIDTH, x_E, x_R, x_D, EXPONENT: tl.constexpr, LARGEST: tl.constexpr, FORMAT: tl.constexpr,
+    BLOCKS: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+    at = block[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    begin_of_row = x + (row // R) * x_E + (row % R) * x_R
+    numbers = tl.load(begin_of_row + at.to(tl.int64) * x_D, mask=at < D, other=0.0).to(tl.float32)
+    is_finite = tl.min((tl.abs(numbers) < float("inf")).to(tl.int32), 1) > 0  # a NaN is not less
+    exponent = tl.maximum((tl.max(tl.abs(numbers), 1).to(tl.int32, bitcast=True) >> 23) - EXPONENT, 1)
+    scale = tl.where(is_finite, (exponent << 23).to(tl.float32, bitcast=True), float("nan"))
+    tl.store(scales + row * (WIDTH // SIZE) + block, scale, mask=block * SIZE < WIDTH)
+    rounded = _rounded(numbers / scale[:, None], LARGEST, FORMAT)
+    tl.store(out + row * WIDTH + at, rounded, mask=at < WIDTH)
+
+
+@triton.jit
 def _to_bytes(  # type: ignore[no-untyped-def]
     x, out, words, D, WIDTH, NUM_BYTES, LEAST: tl.constexpr, LARGEST: tl.constexpr, SIZE: tl.constexpr
 ):
@@ -82,6 +100,20 @@ def write_scaled_rows(out: Tensor, scales: Tensor, x: Tensor, least: float) -> N
             matrices, out.view(torch.uint8), scales, R, D, *matrices.stride(),
             LEAST=least, LARGEST=torch.finfo(out.dtype).max, FORMAT=_FORMATS[out.dtype],
             BLOCK=min(_BLOCK, triton.next_power_of_2(D)), num_warps=_WARPS,
+        )  # fmt: skip
+
+
+def write_scaled_blocks(out: Tensor, scales: Tensor, x: Tensor, largest_exponent: int) -> None:
+    """Write the result of `blocks.scaled_blocks`; `out` and `scales` are contiguous, x (..., D) has any strides."""
+    D, width = x.shape[-1], out.shape[-1]
+    matrices = x if x.dim() == 3 else x.reshape(1, -1, D)
+    E, R, _ = matrices.shape
+    size = width // scales.shape[-1]
+    if E * R:
+        _scaled_blocks[(E * R, triton.cdiv(width, _BLOCK))](
+            matrices, out.view(torch.uint8), scales, R, D, width, *matrices.stride(),
+            EXPONENT=largest_exponent, LARGEST=torch.finfo(out.dtype).max, FORMAT=_FORMATS[out.dtype],
+            BLOCKS=_BLOCK // size, SIZE=size, num_warps=_WARPS,
         )  # fmt: skip
 
 

@@ -165,7 +165,7 @@ class AtHome:
     """All experts are on this rank."""
 
     copies: int
-    wire: Wire = Wire()
+    wire: Wire
 
     # Tensors: the slots' order and its inverse.
 
@@ -186,4 +186,4 @@ def at_home(slots: Slots, spread: Spread) -> Route:
     def numbers(x_TA: Tensor) -> Tensor:
         return permuted(x_TA.reshape(-1, 1), order_S, inverse_S)
 
-    return Route(slots.chosen_TA.shape[0], AtHome(slots.copies), (order_S, inverse_S), load_E, numbers)
+    return Route(slots.chosen_TA.shape[0], AtHome(slots.copies, Wire()), (order_S, inverse_S), load_E, numbers)

@@ -11,15 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchtitan_graph.errors import UserError
+from torchtitan_graph.ops.blocks import blocked_grouped_mm, blocked_grouped_outer, columns_in_blocks
 from torchtitan_graph.ops.experts import grouped_add, grouped_largest, grouped_mm, grouped_outer
-from torchtitan_graph.ops.float8 import scaled_grouped_mm, scaled_grouped_outer, scaled_rows
+from torchtitan_graph.ops.float8 import scaled_grouped_mm, scaled_grouped_outer
 from torchtitan_graph.quantize.products import (
     E4M3,
-    MX,
-    ROWWISE_WIDE,
-    SCALINGS,
     Recipe,
+    by_rows,
+    meant,
     over,
     quantize,
     scale_by,
@@ -43,7 +42,8 @@ def grouped_linear(
     here.
 
     With tensorwise scaling, the rows of all groups share one scale, and each matrix has its own: the workspace is (E,
-    F, D) and (E,). By rows, each product scales along its inner dim: in the weight's gradient a column of a group.
+    F, D) and (E,). By rows, or their blocks, each product scales along its inner dim: in the weight's gradient a column
+    of a group.
 
     Args:
         offsets_E: where each group ends.
@@ -52,15 +52,6 @@ def grouped_linear(
     if recipe.by_row:
         return _Rowwise.apply(x_SD, weight_EFD, offsets_E, recipe), None, None
     return _Tensorwise.apply(x_SD, weight_EFD, offsets_E, q, scale, slot, past, recipe)
-
-
-def check_grouped(recipe: Recipe) -> None:
-    """Raise a UserError if a recipe does not support groups of rows."""
-    if recipe.scaling == MX:
-        others = ", ".join(each for each in SCALINGS if each != MX)
-        raise UserError(
-            f"Recipe: scaling = {MX!r}: not for groups of rows, which have no products in MX; take {others}"
-        )
 
 
 def _largest(x_SD: Tensor) -> Tensor:
@@ -123,7 +114,7 @@ class _Rowwise(torch.autograd.Function):
         dy_SF = dy_SF.contiguous()
         if ctx.needs_input_grad[0]:
             dx = _by_rows(dy_SF, recipe.gradient, weight_EFD.transpose(1, 2), offsets_E, recipe).to(x_SD.dtype)
-        if ctx.needs_input_grad[1] and recipe.scaling == ROWWISE_WIDE:
+        if ctx.needs_input_grad[1] and recipe.is_wide:
             dw = grouped_outer(dy_SF, x_SD.to(dy_SF.dtype), offsets_E).to(weight_EFD.dtype)
         elif ctx.needs_input_grad[1]:
             dw = _by_columns(dy_SF, recipe.gradient, x_SD, offsets_E, recipe).to(weight_EFD.dtype)
@@ -132,19 +123,25 @@ class _Rowwise(torch.autograd.Function):
 
 def _by_rows(x_SD: Tensor, dtype: torch.dtype, w_EFD: Tensor, offsets_E: Tensor, recipe: Recipe) -> Tensor:
     """Return each group's rows times its own matrix, transposed, each row of both quantised: (S, F)."""
-    (xq_SD, scale_S1), (wq_EFD, scale_EF1) = scaled_rows(x_SD, dtype), scaled_rows(w_EFD, E4M3)
-    if takes_kernel(x_SD.device, recipe):
-        return scaled_grouped_mm(xq_SD, scale_S1.squeeze(-1), wq_EFD, scale_EF1.squeeze(-1), offsets_E)
-    return grouped_mm(xq_SD.float() * scale_S1, wq_EFD.float() * scale_EF1, offsets_E, True)
+    (xq_SD, x_scale), (wq_EFD, w_scale) = by_rows(x_SD, dtype, recipe), by_rows(w_EFD, E4M3, recipe)
+    if not takes_kernel(x_SD.device, recipe):
+        return grouped_mm(meant(xq_SD, x_scale), meant(wq_EFD, w_scale), offsets_E, True)
+    if recipe.by_block:
+        return blocked_grouped_mm(xq_SD, x_scale, wq_EFD, w_scale, offsets_E)
+    return scaled_grouped_mm(xq_SD, x_scale.squeeze(-1), wq_EFD, w_scale.squeeze(-1), offsets_E)
 
 
 def _by_columns(dy_SF: Tensor, dtype: torch.dtype, x_SD: Tensor, offsets_E: Tensor, recipe: Recipe) -> Tensor:
     """Return the sum of outer products of each group's rows, each column of a group quantised: (E, F, D)."""
+    emulate = not takes_kernel(x_SD.device, recipe)
+    if recipe.by_block:
+        dy, x = columns_in_blocks(dy_SF, offsets_E, dtype), columns_in_blocks(x_SD, offsets_E, E4M3)
+        return blocked_grouped_outer(*dy, *x, offsets_E, emulate)
     dyq_SF, dy_scale_EF, dy_scale_SF = _columns(dy_SF, offsets_E, dtype)
     xq_SD, x_scale_ED, x_scale_SD = _columns(x_SD, offsets_E, E4M3)
-    if takes_kernel(x_SD.device, recipe):
-        return scaled_grouped_outer(dyq_SF, dy_scale_EF, xq_SD, x_scale_ED, offsets_E)
-    return grouped_outer(dyq_SF.float() * dy_scale_SF, xq_SD.float() * x_scale_SD, offsets_E)
+    if emulate:
+        return grouped_outer(dyq_SF.float() * dy_scale_SF, xq_SD.float() * x_scale_SD, offsets_E)
+    return scaled_grouped_outer(dyq_SF, dy_scale_EF, xq_SD, x_scale_ED, offsets_E)
 
 
 def _columns(x_SF: Tensor, offsets_E: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

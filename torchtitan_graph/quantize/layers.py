@@ -12,7 +12,7 @@ from torchtitan_graph.errors import UserError
 from torchtitan_graph.models.layers.feed_forward import FeedForward
 from torchtitan_graph.models.layers.moe import Experts
 from torchtitan_graph.nearest import did_you_mean
-from torchtitan_graph.quantize.grouped import check_grouped, grouped_linear
+from torchtitan_graph.quantize.grouped import grouped_linear
 from torchtitan_graph.quantize.products import (
     DELAYED,
     E4M3,
@@ -103,7 +103,7 @@ class Linear(Kept):
     def __init__(self, old: nn.Linear, recipe: Recipe):
         _expect("Linear", "old", old, nn.Linear)
         super().__init__(recipe, old.weight.device)
-        (F, D), multiple = old.weight.shape, multiple_for(recipe.scaling)
+        (F, D), multiple = old.weight.shape, multiple_for(recipe)
         if F % multiple or D % multiple:
             raise UserError(f"Linear: old is {F} x {D}, and both sizes must be multiples of {multiple}")
         self.weight, self.bias = old.weight, old.bias
@@ -201,7 +201,6 @@ class GroupedLinear(Kept):
         if weight_EFD.dim() != 3:
             raise UserError(f"GroupedLinear: weight_EFD has shape {[*weight_EFD.shape]}: must be experts x out x in")
         super().__init__(recipe, weight_EFD.device)
-        check_grouped(recipe)
         self.weight = weight_EFD
 
     def forward(self, x_SD: Tensor, offsets_E: Tensor) -> Tensor:
@@ -230,7 +229,6 @@ class Float8Experts(Experts):
         self.activation, self.route = old.activation, old.route
         for name in ("w1", "w2", "w3", "b1", "b2", "b3"):
             setattr(self, name, getattr(old, name))
-        check_grouped(recipe)
         self.kept = nn.ModuleDict({name: Kept(recipe, old.w1.device) for name in ("w1", "w2", "w3")})
 
     def product(self, x: Tensor, weight: str, offsets_E: Tensor) -> Tensor:

@@ -12,9 +12,9 @@ from torchtitan_graph.config import JobConfig
 from torchtitan_graph.config.job import OPTIONS, Problem, lines
 from torchtitan_graph.config.quantize import (
     EXPERTS,
+    EXPERTS_MX,
     LINEARS,
     LINEARS_MX,
-    converts_experts,
     converts_linears,
     converts_to_mx,
     not_together,
@@ -42,7 +42,7 @@ from torchtitan_graph.quantize.products import (
 )
 from torchtitan_graph.quantize.state import Float8
 
-_FILTER, _FQNS = "quantize.linear.float8.filter_fqns", "quantize.grouped_mm.float8.fqns"
+_FILTER = "quantize.linear.float8.filter_fqns"
 _FILTER_MX = "quantize.linear.mx.filter_fqns"
 
 
@@ -60,8 +60,14 @@ def plan_float8(config: JobConfig, model: nn.Module, target: Target) -> Float8 |
         layers |= _plan_linears(config, model, target)
     if converts_to_mx(config.model.converters):
         layers |= _plan_mx(config, model, target)
-    if converts_experts(config.model.converters):
-        layers |= _plan_experts(config, model, target)
+    if EXPERTS in config.model.converters:
+        of_float8 = config.quantize.grouped_mm.float8
+        recipe = _recipe(of_float8.recipe_name or ROWWISE, of_float8.gradient_format, of_float8.emulate)
+        layers |= _plan_experts(config, model, target, EXPERTS, of_float8.fqns, recipe)
+    if EXPERTS_MX in config.model.converters:
+        of_mx = config.quantize.grouped_mm.mx
+        recipe = _recipe(of_mx.recipe_name, None, of_mx.emulate)
+        layers |= _plan_experts(config, model, target, EXPERTS_MX, of_mx.fqns, recipe)
     return Float8(layers) if layers else None
 
 
@@ -74,7 +80,7 @@ def _plan_own(config: JobConfig, model: nn.Module, target: Target) -> None:
     problems = [*not_together(config, what, f"or {without}")]
     linears = {name: kept for name, kept in own.items() if isinstance(kept, Linear)}
     if linears:
-        is_mx = any(kept.recipe.scaling == MX for kept in linears.values())
+        is_mx = any(kept.recipe.by_block for kept in linears.values())
         problems += [Problem(key, f"{why} ({what})") for key, why in tokens_problems(config, is_mx, without)]
     if problems:
         raise UserError("\n".join(lines(config, problems)))
@@ -91,19 +97,33 @@ def _check_gpu(target: Target, asked: str, kept: Kept) -> None:
     if kept.recipe.emulate or not target.is_gpu:
         return
     instead, recipe = "give its recipe emulate=True, which is slow", kept.recipe
-    if recipe.scaling == MX:
-        raise UserError(f"{asked}: products in MX formats are emulated alone, on a GPU too; {instead}")
+    if isinstance(kept, Linear) and recipe.by_block:
+        raise UserError(f"{asked}: linear layers' products in MX formats are emulated alone, on a GPU too; {instead}")
     if not isinstance(kept, Linear) and (not recipe.by_row or recipe.gradient != E4M3):
         raise UserError(f"{asked}: a GPU's products of experts scale by rows, and are of e4m3; {instead}")
-    oldest, device = (8, 9) if isinstance(kept, Linear) else (9, 0), target.device
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < oldest:
+    device = target.device
+    if not (_multiplies_linears(device) if isinstance(kept, Linear) else _multiplies_groups(device, recipe)):
         raise UserError(f"{asked}: {torch.cuda.get_device_name(device)} does not multiply it in float8; {instead}")
+
+
+def _multiplies_linears(device: torch.device) -> bool:
+    """Return whether a GPU has kernels of linear layers in float8. What is no GPU of this process is not asked."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def _multiplies_groups(device: torch.device, recipe: Recipe) -> bool:
+    """Return whether a GPU has the kernels of a recipe's products of groups of rows; as above."""
+    if device.type != "cuda":
+        return True
+    capability = torch.cuda.get_device_capability(device)
+    return capability[0] == 10 if recipe.by_block else capability >= (9, 0)
 
 
 def _plan_linears(config: JobConfig, model: nn.Module, target: Target) -> dict[str, Recipe]:
     options = config.quantize.linear.float8
     scaling = options.recipe_name or TENSORWISE
-    names = _find_linears(model, scaling, options.filter_fqns)
+    recipe = _recipe(scaling, options.gradient_format, options.emulate)._replace(is_traced_for_gpu=target.is_gpu)
+    names = _find_linears(model, recipe, options.filter_fqns)
     if scaling == DELAYED:
         _check_called_once(model, names, _delayed(_FILTER), f"name it in {_FILTER}")
     if scaling == DELAYED and config.model.num_mtp_layers and "output" in names:
@@ -112,13 +132,12 @@ def _plan_linears(config: JobConfig, model: nn.Module, target: Target) -> dict[s
             f" several times, and one history can't follow them; name output in {_FILTER}"
         )
     device = target.device
-    if device.type == "cuda" and not options.emulate and torch.cuda.get_device_capability(device) < (8, 9):
+    if not options.emulate and not _multiplies_linears(device):
         raise UserError(
             f"model.converters = ['float8']: {torch.cuda.get_device_name(device)} does not multiply in float8; set"
             " quantize.linear.float8.emulate = true, which is slow, or remove the converter"
         )
-    recipe = _recipe(scaling, options.gradient_format, options.emulate)
-    return dict.fromkeys(names, recipe._replace(is_traced_for_gpu=target.is_gpu))
+    return dict.fromkeys(names, recipe)
 
 
 def _plan_mx(config: JobConfig, model: nn.Module, target: Target) -> dict[str, Recipe]:
@@ -127,13 +146,13 @@ def _plan_mx(config: JobConfig, model: nn.Module, target: Target) -> dict[str, R
             "model.converters = ['mx']: products in MX formats are emulated in fp32 on a GPU too, which is slower than"
             " bfloat16; use model.converters = ['float8'] for speed"
         )
-    names = _find_linears(model, MX, config.quantize.linear.mx.filter_fqns)
-    return dict.fromkeys(names, Recipe(MX, E4M3, emulate=True))
+    recipe = Recipe(MX, E4M3, emulate=True)
+    return dict.fromkeys(_find_linears(model, recipe, config.quantize.linear.mx.filter_fqns), recipe)
 
 
-def _find_linears(model: nn.Module, scaling: str, filtered: Sequence[str]) -> list[str]:
+def _find_linears(model: nn.Module, recipe: Recipe, filtered: Sequence[str]) -> list[str]:
     """Return the linear layers to convert. Subclasses, such as a router's gate, stay unchanged."""
-    option, converter, multiple = _words_of(scaling)
+    option, converter, multiple = _words_of(recipe)
     chosen = [part for part in filtered if part not in OPTIONS[option].default]
     linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
     _check_parts(option, chosen, linears, "linear layer's")
@@ -146,41 +165,42 @@ def _find_linears(model: nn.Module, scaling: str, filtered: Sequence[str]) -> li
             f"model.converters = [{converter!r}]: {listed(odd, 4)}, and both sizes must be multiples of {multiple}; "
             f"name such layers in {option}"
         )
-    logger.info(f"{converter}: {len(names)} linear layers, {scaling}; as they were: {len(linears) - len(names)}")
+    logger.info(f"{converter}: {len(names)} linear layers, {recipe.scaling}; as they were: {len(linears) - len(names)}")
     return names
 
 
-def _words_of(scaling: str) -> tuple[str, str, int]:
+def _words_of(recipe: Recipe) -> tuple[str, str, int]:
     """Return the option that filters the linear layers of a recipe, their converter, and the multiple that their sizes
     must be of."""
-    option, converter = (_FILTER_MX, LINEARS_MX[0]) if scaling == MX else (_FILTER, LINEARS[0])
-    return option, converter, multiple_for(scaling)
+    option, converter = (_FILTER_MX, LINEARS_MX[0]) if recipe.by_block else (_FILTER, LINEARS[0])
+    return option, converter, multiple_for(recipe)
 
 
-def _plan_experts(config: JobConfig, model: nn.Module, target: Target) -> dict[str, Recipe]:
-    options = config.quantize.grouped_mm.float8
+def _plan_experts(
+    config: JobConfig, model: nn.Module, target: Target, table: str, fqns: Sequence[str], recipe: Recipe
+) -> dict[str, Recipe]:
+    """Return the experts to convert, by parts of their names, as a table of the options asks."""
     experts = {name: m for name, m in model.named_modules() if isinstance(m, Experts)}
-    asked = f"model.converters = [{EXPERTS!r}]"
+    asked, option = f"model.converters = [{table!r}]", f"{table}.fqns"
     if not experts:
         raise UserError(f"{asked}: {config.model.name} has no experts in this flavour; remove it")
-    if not options.fqns:
-        raise UserError(f"{asked}: {_FQNS} names no experts; set it to ['experts'] for all, or remove the converter")
-    _check_parts(_FQNS, options.fqns, experts, "experts'")
-    names = [name for name in experts if any(part in name for part in options.fqns)]
-    scaling = options.recipe_name or ROWWISE
-    if scaling == DELAYED:
-        _check_called_once(model, names, _delayed(_FQNS), f"leave it out of {_FQNS}")
-    logger.info(f"float8: experts of {len(names)} layers, {scaling}; as they were: {len(experts) - len(names)}")
-    recipe = _recipe(scaling, options.gradient_format, options.emulate)._replace(is_traced_for_gpu=target.is_gpu)
+    if not fqns:
+        raise UserError(f"{asked}: {option} names no experts; set it to ['experts'] for all, or remove the converter")
+    _check_parts(option, fqns, experts, "experts'")
+    names = [name for name in experts if any(part in name for part in fqns)]
+    if recipe.scaling == DELAYED:
+        _check_called_once(model, names, _delayed(option), f"leave it out of {option}")
+    kind, kept = table.rpartition(".")[2], len(experts) - len(names)
+    logger.info(f"{kind}: experts of {len(names)} layers, {recipe.scaling}; as they were: {kept}")
+    recipe = recipe._replace(is_traced_for_gpu=target.is_gpu)
     if takes_kernel(target.device, recipe):
-        _check_kernel_of_groups(recipe, target.device)
+        _check_kernel_of_groups(recipe, target, table)
     return dict.fromkeys(names, recipe)
 
 
-def _check_kernel_of_groups(recipe: Recipe, device: torch.device) -> None:
+def _check_kernel_of_groups(recipe: Recipe, target: Target, table: str) -> None:
     """Raise a UserError for a recipe that a GPU's products of groups of rows do not support."""
-    table = "quantize.grouped_mm.float8"
-    instead = f"or set {table}.emulate = true, which is slow"
+    instead, device = f"or set {table}.emulate = true, which is slow", target.device
     if not recipe.by_row:
         raise UserError(
             f"{table}.recipe_name = {recipe.scaling!r}: a GPU's products of experts scale by rows; set it to"
@@ -190,10 +210,16 @@ def _check_kernel_of_groups(recipe: Recipe, device: torch.device) -> None:
         raise UserError(
             f"{table}.gradient_format = 'e5m2': a GPU's products of experts are of e4m3; remove it, {instead}"
         )
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (9, 0):
+    format_, capability = ("MXFP8", "10.0") if recipe.by_block else ("float8", "9.0")
+    if not _multiplies_groups(device, recipe):
         raise UserError(
-            f"model.converters = [{EXPERTS!r}]: {torch.cuda.get_device_name(device)} has no products of experts in"
-            f" float8, which want compute capability 9.0; remove the converter, {instead}"
+            f"model.converters = [{table!r}]: {torch.cuda.get_device_name(device)} has no products of experts in"
+            f" {format_}, which want compute capability {capability}; remove the converter, {instead}"
+        )
+    if device.type != "cuda" and recipe.by_block:
+        logger.warning(
+            f"model.converters = [{table!r}]: {target.rates.name} is taken to multiply in MXFP8, as GPUs of compute"
+            f" capability 10.0 do, such as B200; for others use model.converters = [{EXPERTS!r}]"
         )
 
 
@@ -245,7 +271,7 @@ def _check_cut(
 ) -> None:
     roles, odd, asked = parameter_roles(model, plan), [], f"parallelism.tensor_parallel_degree = {degree}"
     for name, recipe in recipes.items():
-        option, converter, multiple = _words_of(recipe.scaling)
+        option, converter, multiple = _words_of(recipe)
         role = roles.get(f"{name}.weight", {}).get(TP) or plan.get(name, {}).get(TP, "")
         if role == "vocabulary":
             raise UserError(

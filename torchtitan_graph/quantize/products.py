@@ -12,29 +12,28 @@ and torch.compile can trace them, and recomputation has the same result.
 from __future__ import annotations
 
 import contextlib
-import math
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchtitan_graph.errors import UserError
+from torchtitan_graph.ops.blocks import BLOCK, of_blocks, scaled_blocks
 from torchtitan_graph.ops.float8 import scaled_rows
 from torchtitan_graph.torch_private.tensors import scaled_mm
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 TENSORWISE, DELAYED, ROWWISE, ROWWISE_WIDE = "tensorwise", "tensorwise_delayed", "rowwise", "rowwise_with_gw_hp"
-MX = "mxfp8"
-SCALINGS = (TENSORWISE, DELAYED, ROWWISE, ROWWISE_WIDE, MX)
-BLOCK = 32  # numbers of a row with one scale, in MX formats
+MX, MX_WIDE = "mxfp8", "mxfp8_wgrad_with_hp"
+SCALINGS = (TENSORWISE, DELAYED, ROWWISE, ROWWISE_WIDE, MX, MX_WIDE)
 
 
 class Recipe(NamedTuple):
     """A layer's quantization: plain values.
 
     scaling   a name above: one scale for a tensor, from its own largest magnitude or, delayed, from those of earlier
-              steps (weights: always their own); or one for each row, and then perhaps the weight's gradient in full
-              precision; or, in MX formats, one for each block of a row
+              steps (weights: always their own); or one for each row, or, in MX formats, for each block of a row, and
+              then perhaps the weight's gradient in full precision
     gradient  the format of gradients; activations and weights are E4M3
     emulate   multiply the dequantized numbers in fp32, on a GPU too
     is_traced_for_gpu  use a GPU's kernel on any device: for a dry run, where nothing runs
@@ -48,12 +47,22 @@ class Recipe(NamedTuple):
     @property
     def by_row(self) -> bool:
         """Whether scales are of rows, or of blocks of them: each product has other rows, and quantises its operands."""
-        return self.scaling in (ROWWISE, ROWWISE_WIDE, MX)
+        return self.scaling in (ROWWISE, ROWWISE_WIDE, MX, MX_WIDE)
+
+    @property
+    def by_block(self) -> bool:
+        """Whether scales are of blocks of rows: an MX format."""
+        return self.scaling in (MX, MX_WIDE)
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether the weight's gradient is in full precision."""
+        return self.scaling in (ROWWISE_WIDE, MX_WIDE)
 
 
-def multiple_for(scaling: str) -> int:
-    """Return the multiple that both sizes of a matrix must be of: a kernel's unit, or in MX formats a block."""
-    return BLOCK if scaling == MX else 16
+def multiple_for(recipe: Recipe) -> int:
+    """Return the multiple that both sizes of a linear layer must be of: a kernel's unit, or in MX formats a block."""
+    return BLOCK if recipe.by_block else 16
 
 
 def largest(x: Tensor, by_row: bool = False) -> Tensor:
@@ -83,34 +92,14 @@ def quantize(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return (x.float() / scale).clamp(-limit, limit).to(dtype)
 
 
-def in_blocks(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Quantise a matrix in MX format, its rows' last blocks padded by zeros. Return the scales too, fp32 (rows,
-    blocks).
-
-    A scale is the largest power of two up to the block's largest magnitude, divided by that of the format; larger
-    values are then clamped to the format's largest number. It is at least 2**-126; it is nan if a number in the block
-    is not finite.
-    """
-    if missing := -x.shape[-1] % BLOCK:
-        x = nn.functional.pad(x, (0, missing))
-    blocks = x.unflatten(-1, (x.shape[-1] // BLOCK, BLOCK))
-    magnitude = largest(blocks, True)
-    exponent = magnitude.view(torch.int32) >> 23  # fp32's own: a magnitude has no sign
-    exponent = (exponent - math.frexp(torch.finfo(dtype).max)[1] + 1).clamp(min=1)
-    scale = torch.where(magnitude.isfinite(), (exponent << 23).view(torch.float32), math.nan)
-    return quantize(blocks, scale, dtype).flatten(-2), scale.squeeze(-1)
-
-
 def by_rows(x: Tensor, dtype: torch.dtype, recipe: Recipe) -> tuple[Tensor, Tensor]:
     """Quantise a matrix by rows or blocks, as the recipe says; return the scales too."""
-    return in_blocks(x, dtype) if recipe.scaling == MX else scaled_rows(x, dtype)
+    return scaled_blocks(x, dtype) if recipe.by_block else scaled_rows(x, dtype)
 
 
 def meant(q: Tensor, scale: Tensor) -> Tensor:
-    """Return dequantized numbers, fp32; the scale is a scalar, (rows, 1) or (rows, blocks)."""
-    if scale.dim() == 2 and scale.shape[1] > 1:
-        return (q.unflatten(-1, (scale.shape[1], BLOCK)).float() * scale[..., None]).flatten(-2)
-    return q.float() * scale
+    """Return dequantized numbers, fp32; the scale is a scalar, (..., rows, 1) or (..., rows, blocks)."""
+    return of_blocks(q, scale) if scale.dim() and scale.shape[-1] > 1 else q.float() * scale
 
 
 def largest_of_weight(weight: Tensor) -> Tensor:
@@ -276,7 +265,7 @@ class _Rowwise(torch.autograd.Function):
         (x_TD, weight_FD), recipe, dx, dw = ctx.saved_tensors, ctx.recipe, None, None
         if ctx.needs_input_grad[0]:
             dx = _product_by_row(dy_TF, recipe.gradient, weight_FD.t(), E4M3, x_TD.dtype, recipe)
-        if ctx.needs_input_grad[1] and recipe.scaling == ROWWISE_WIDE:
+        if ctx.needs_input_grad[1] and recipe.is_wide:
             with as_written(x_TD):
                 dw = (dy_TF.t() @ x_TD).to(weight_FD.dtype)
         elif ctx.needs_input_grad[1]:

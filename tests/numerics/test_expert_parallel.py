@@ -24,6 +24,7 @@ from matrix import (
     build_graph,
     build_plain,
     far_apart,
+    final_graphs,
     gathered,
     optimizing,
     patched,
@@ -36,7 +37,8 @@ from pool import run_on
 from torchtitan_graph.checkpoint import Checkpointer
 from torchtitan_graph.config import job
 from torchtitan_graph.models.layers.moe import AuxiliaryLoss, Router
-from torchtitan_graph.ops.exchange import turned_order
+from torchtitan_graph.ops.exchange import exchange, turned_order
+from torchtitan_graph.ops.experts import grouped_mm
 from torchtitan_graph.parallel import dispatch
 from torchtitan_graph.parallel.layout import Layout, ParallelDims
 from torchtitan_graph.parallel.recompute import Budget, Recompute
@@ -130,6 +132,23 @@ def run(cell: Cell, twist: str = "", plain_twist: str = "") -> tuple[list[str], 
 )
 def test_every_layout(cell):
     assert run(cell) == ([], [])
+
+
+def differences_and_calls(cell: Cell) -> tuple[list[str], int, int]:
+    """Name what differs from eager; count products of experts, and exchanges."""
+    graphs = final_graphs(cell)[1].train
+    targets = [node.target for node in graphs.gm.graph.nodes]
+    counts = (targets.count(op) for op in (grouped_mm, exchange))
+    return bits_that_differ(train(cell, build_eager(cell)), train(cell, build_graph(cell))), *counts
+
+
+@pytest.mark.slow
+def test_experts_alone_may_be_computed_again_and_nothing_is_sent_again():
+    experts = frozenset(f"layers.{i}.moe.experts" for i in range(2))
+    cell = Cell(EP2, BF16, **QWEN, num_steps=2)
+    kept = run_on(2, differences_and_calls, cell)[0]
+    again = run_on(2, differences_and_calls, dataclasses.replace(cell, recompute=Recompute(again=experts)))[0]
+    assert kept == ([], 12, 12) and again == ([], 18, 12)
 
 
 def test_a_rank_that_gets_no_row():

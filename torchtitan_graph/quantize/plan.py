@@ -216,7 +216,7 @@ def _check_kernel_of_groups(recipe: Recipe, target: Target, table: str) -> None:
             f"model.converters = [{table!r}]: {torch.cuda.get_device_name(device)} has no products of experts in"
             f" {format_}, which want compute capability {capability}; remove the converter, {instead}"
         )
-    if device.type != "cuda" and recipe.by_block:
+    if device.type != "cuda" and recipe.by_block and not any(name in target.rates.name for name in ("B200", "B300")):
         logger.warning(
             f"model.converters = [{table!r}]: {target.rates.name} is taken to multiply in MXFP8, as GPUs of compute"
             f" capability 10.0 do, such as B200; for others use model.converters = [{EXPERTS!r}]"

@@ -41,7 +41,8 @@ def test_experts_in_mx_take_the_grouped_kernels_of_a_b200_and_wait_for_nothing(
     asked = step(Recipe(scaling, E4M3), width)
     assert not [what for what in asked if what.startswith("wait")]
     assert sum(n for what, n in asked.items() if "GemmUniversal" in what and "BlockScaled" in what) == in_blocks
-    assert sum(n for what, n in asked.items() if "_scaled_blocks" in what) == 2 * in_blocks
+    of_rows, of_columns = (sum(n for what, n in asked.items() if name in what) for name in ("_scaled_b", "_columns_in"))
+    assert of_rows == 4 and of_columns == 2 * (in_blocks - 2)
 
 
 def test_emulation_that_waits_is_found() -> None:

@@ -72,6 +72,46 @@ def test_blocks_are_the_cpus(kernels: Any, dtype: torch.dtype, form: torch.dtype
         assert torch.equal(found.isnan(), scaled_blocks(x, form)[1].isnan()) and found.isnan().sum() == 1
 
 
+COUNTS = (((7, 0, 33, 32), 70), ((0, 0), 5), ((64, 1, 0), 64))  # rows of each group, and columns
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_columns_are_the_cpus(kernels: Any, dtype: torch.dtype) -> None:
+    from torchtitan_graph.ops.float8 import aligned_ends, scaled_columns
+
+    form = torch.float8_e4m3fn
+    for counts, width in COUNTS:
+        x, ends_E = rows(sum(counts) + 1, width, dtype=dtype)[1:], torch.tensor(counts).cumsum(0).int()
+        for strided in (x, x.t().contiguous().t()):
+            expected, scales = scaled_columns(strided, ends_E, form)
+            out, found = torch.full_like(expected, 1), torch.empty_like(scales)
+            kernels.write_scaled_columns(out, found, strided, ends_E, aligned_ends(ends_E, 16), 1e-12)
+            assert torch.equal(found, scales)
+            assert is_near(out, expected)
+        if len(x):
+            kernels.write_scaled_columns(out, found, x.flip(0), ends_E, aligned_ends(ends_E, 16), 1e-12)
+            assert not is_near(out, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_columns_in_blocks_are_the_cpus(kernels: Any, dtype: torch.dtype) -> None:
+    from torchtitan_graph.ops.blocks import columns_in_blocks, rows_of_blocks
+
+    form = torch.float8_e4m3fn
+    for counts, width in COUNTS:
+        x, ends_E = rows(sum(counts) + 1, width, dtype=dtype)[1:], torch.tensor(counts).cumsum(0).int()
+        for strided in (x, x.t().contiguous().t()):
+            expected, scales = columns_in_blocks(strided, ends_E, form)
+            out, found = torch.empty_like(expected), torch.empty_like(scales)
+            rows_B = rows_of_blocks(ends_E, scales.shape[1])
+            kernels.write_columns_in_blocks(out, found, strided, *rows_B, 8)
+            assert torch.equal(found, scales)
+            assert is_near(out, expected)
+        if len(x):
+            kernels.write_columns_in_blocks(out, found, x.flip(0), *rows_B, 8)
+            assert not is_near(out, expected)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_what_travels_is_the_cpus(kernels: Any, dtype: torch.dtype) -> None:
     from torchtitan_graph.ops.wire import BLOCK, of_float8_bytes, to_float8_bytes

@@ -14,7 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchtitan_graph.ops.experts import flops_of_groups, one_for_each_group
-from torchtitan_graph.ops.float8 import ALIGNED, aligned_ends, in_sixteens, places_of, spread_columns
+from torchtitan_graph.ops.float8 import (
+    aligned_ends,
+    in_sixteens,
+    num_places_of,
+    places_of,
+    rows_in_sixteens,
+    spread_columns,
+)
 from torchtitan_graph.ops.operator import equal_groups, operator
 
 BLOCK = 32  # numbers of a row with one scale
@@ -22,12 +29,13 @@ _TILE_ROWS, _TILE_BLOCKS = 128, 4
 _NAN = 255  # a scale's byte is its exponent plus 127, or this
 
 
-def _up(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple
+def _largest_exponent(dtype: torch.dtype) -> int:
+    """Return the exponent of the largest power of two in a format."""
+    return math.frexp(torch.finfo(dtype).max)[1] - 1
 
 
 def _fake_blocks(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    width = _up(x.shape[-1], BLOCK)
+    width = -(-x.shape[-1] // BLOCK) * BLOCK
     scales = x.new_empty(*x.shape[:-1], width // BLOCK, dtype=torch.float32)
     return x.new_empty(*x.shape[:-1], width, dtype=dtype), scales
 
@@ -41,8 +49,7 @@ def scaled_blocks(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     values are then clamped to the format's largest number. It is at least 2**-126; it is nan if a number in the block
     is not finite.
     """
-    limit = torch.finfo(dtype).max
-    largest_exponent = math.frexp(limit)[1] - 1
+    limit, largest_exponent = torch.finfo(dtype).max, _largest_exponent(dtype)
     if x.is_cuda:
         from torchtitan_graph.ops.float8_kernels import write_scaled_blocks
 
@@ -61,7 +68,7 @@ def scaled_blocks(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def _fake_columns(x_SF: Tensor, offsets_E: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    num_places, columns = _up(x_SF.shape[0], BLOCK) + BLOCK * offsets_E.shape[0], x_SF.shape[1]
+    num_places, columns = num_places_of(x_SF.shape[0], offsets_E.shape[0], BLOCK), x_SF.shape[1]
     scales = x_SF.new_empty(columns, num_places // BLOCK, dtype=torch.float32)
     return x_SF.new_empty(columns, num_places, dtype=dtype), scales
 
@@ -72,8 +79,24 @@ def columns_in_blocks(x_SF: Tensor, offsets_E: Tensor, dtype: torch.dtype) -> tu
     where each group begins at a multiple of 32 places and has zeros behind it, one without rows a block of them. P
     depends on the number of rows alone.
     """
+    if x_SF.is_cuda:
+        from torchtitan_graph.ops.float8_kernels import write_columns_in_blocks
+
+        found = _fake_columns(x_SF, offsets_E, dtype)
+        write_columns_in_blocks(*found, x_SF, *rows_of_blocks(offsets_E, found[1].shape[1]), _largest_exponent(dtype))
+        return found
     place_S, _, num_places = places_of(offsets_E, x_SF.shape[0], BLOCK, least=1)
     return scaled_blocks(spread_columns(x_SF, place_S, num_places), dtype)
+
+
+def rows_of_blocks(offsets_E: Tensor, num_blocks: int) -> tuple[Tensor, Tensor]:
+    """Return the first row of each block of places, and how many rows it has, at most 32; 0 behind the last group."""
+    ends_E = aligned_ends(offsets_E, BLOCK, least=1).long()
+    begins_E, first_row_E = (torch.cat([each.new_zeros(1), each[:-1]]) for each in (ends_E, offsets_E.long()))
+    place_B = torch.arange(num_blocks, device=offsets_E.device) * BLOCK
+    group_B = torch.searchsorted(ends_E, place_B, right=True).clamp(max=offsets_E.shape[0] - 1)
+    first_B = place_B + (first_row_E - begins_E)[group_B]
+    return first_B, (offsets_E[group_B] - first_B).clamp(0, BLOCK)
 
 
 @operator(lambda q, scale: torch.empty_like(q, dtype=torch.float32), elementwise=True)
@@ -108,7 +131,13 @@ def _fake_outer(
     return x_DP.new_empty(offsets_E.shape[0], x_DP.shape[0], y_FP.shape[0], dtype=dtype)
 
 
-@operator(_fake_outer, flops=flops_of_groups, dynamic_rows=one_for_each_group, examples=equal_groups)
+def _flops_of_columns(x_DP: Tensor, scale: Tensor, y_FP: Tensor, *rest: object, out_val: Tensor, **_: object) -> int:
+    """Return an outer product's FLOPs, the rows' number rounded up to whole blocks."""
+    num_rows = x_DP.shape[1] - BLOCK * out_val.shape[0]
+    return 2 * x_DP.shape[0] * num_rows * y_FP.shape[0]
+
+
+@operator(_fake_outer, flops=_flops_of_columns, dynamic_rows=one_for_each_group, examples=equal_groups)
 def blocked_grouped_outer(
     x_DP: Tensor, scale_DB: Tensor, y_FP: Tensor, scale_FB: Tensor, offsets_E: Tensor, emulate: bool
 ) -> Tensor:
@@ -122,7 +151,7 @@ def blocked_grouped_outer(
         parts = itertools.pairwise([0, *ends_E.tolist()])
         return torch.stack([numbers_DP[:, begin:end] @ numbers_PF[begin:end] for begin, end in parts])
     scales = [_by_group(_bytes(each), ends_E // BLOCK) for each in (scale_DB, scale_FB)]
-    x_DP, y_FP = (_rows_in_sixteens(each) for each in (x_DP, y_FP))
+    x_DP, y_FP = (rows_in_sixteens(each) for each in (x_DP, y_FP))
     return _product(x_DP, scales[0], y_FP.t(), scales[1], ends_E)[:, :rows, :columns].contiguous()
 
 
@@ -140,11 +169,6 @@ def _product(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, offsets_E: 
         offs=offsets_E,
         output_dtype=torch.bfloat16,
     )
-
-
-def _rows_in_sixteens(q_DP: Tensor) -> Tensor:
-    """Return a matrix whose number of rows is padded to a multiple of 16 by zeros."""
-    return F.pad(q_DP.view(torch.uint8), (0, 0, 0, -q_DP.shape[0] % ALIGNED)).view(q_DP.dtype)
 
 
 def _bytes(scale: Tensor) -> Tensor:
@@ -168,12 +192,12 @@ def _by_group(scales_RB: Tensor, ends_E: Tensor) -> Tensor:
     """Return scales whose blocks are in groups in the kernel's order: group by group, each in tiles of its own.
     `ends_E` is where each group's blocks end."""
     scales_RB = F.pad(scales_RB, (0, 0, 0, -scales_RB.shape[0] % _TILE_ROWS))
-    place_B, ends_E, num_places = places_of(ends_E, scales_RB.shape[1], _TILE_BLOCKS)
+    place_B, _, num_places = places_of(ends_E, scales_RB.shape[1], _TILE_BLOCKS)
     placed_RP = scales_RB.new_zeros(scales_RB.shape[0], num_places).index_copy(1, place_B, scales_RB)
     tiles_RTN = _tiles(placed_RP)
     rows, num_tiles, size = tiles_RTN.shape
     # Where each group's tiles end; what is left behind the last group is one more.
-    ends_G = torch.cat([ends_E // _TILE_BLOCKS, ends_E.new_full((1,), num_tiles)])
+    ends_G = torch.cat([aligned_ends(ends_E, _TILE_BLOCKS) // _TILE_BLOCKS, ends_E.new_full((1,), num_tiles)])
     sizes_G = torch.diff(ends_G, prepend=ends_G.new_zeros(1))
     column_T = torch.arange(num_tiles, device=ends_G.device, dtype=ends_G.dtype)
     group_T = torch.searchsorted(ends_G, column_T, right=True)

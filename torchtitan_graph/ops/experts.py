@@ -163,14 +163,6 @@ def _sum_by_product(x_SF: Tensor, offsets_E: Tensor) -> Tensor:
     return (group_S == number_E1).to(x_SF.dtype) @ x_SF
 
 
-@operator(_fake_by_group, dynamic_rows=one_for_each_group, examples=equal_groups)
-def grouped_largest(x_SF: Tensor, offsets_E: Tensor) -> Tensor:
-    """Return the largest magnitude of each column in each group's rows: (S, F) -> (E, F); zeros for an empty group."""
-    row_S = torch.arange(x_SF.shape[0], device=x_SF.device, dtype=offsets_E.dtype)
-    group_SF = torch.searchsorted(offsets_E, row_S, right=True).unsqueeze(1).expand_as(x_SF)
-    return x_SF.new_zeros(offsets_E.shape[0], x_SF.shape[1]).scatter_reduce(0, group_SF, x_SF.abs(), "amax")
-
-
 def _save_offsets(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     ctx.save_for_backward(inputs[-1])
 

@@ -2,8 +2,10 @@
 
 Rows come sorted by group; `offsets_E[e]`, int32, is where group e ends. Numbers are e4m3, and each row along a
 product's inner dim has its scale. Shapes do not depend on the sizes, so a graph holds each product as one node. torch
-has the kernels for GPUs of compute capability 9.0 or more; nothing here waits for the host.
+has the kernels for GPUs of compute capability 9.0 or more; nothing here waits for the host, unless it is emulated.
 """
+
+import itertools
 
 import torch
 import torch.nn.functional as F
@@ -52,21 +54,65 @@ def scaled_grouped_mm(x_SD: Tensor, scale_S: Tensor, w_EFD: Tensor, scale_EF: Te
     return _product(x_SD, scale_S, w_EFD.transpose(1, 2), scale_EF, offsets_E)[:, :width].contiguous()
 
 
-def _fake_outer(x_SD: Tensor, scale_ED: Tensor, y_SF: Tensor, scale_EF: Tensor, offsets_E: Tensor) -> Tensor:
-    return x_SD.new_empty(offsets_E.shape[0], x_SD.shape[1], y_SF.shape[1], dtype=torch.bfloat16)
+def _fake_columns(x_SF: Tensor, offsets_E: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    num_places, columns = num_places_of(x_SF.shape[0], offsets_E.shape[0], ALIGNED), x_SF.shape[1]
+    return x_SF.new_empty(columns, num_places, dtype=dtype), x_SF.new_empty(
+        offsets_E.shape[0], columns, dtype=torch.float32
+    )
 
 
-@operator(_fake_outer, flops=flops_of_groups, dynamic_rows=one_for_each_group, examples=equal_groups)
-def scaled_grouped_outer(x_SD: Tensor, scale_ED: Tensor, y_SF: Tensor, scale_EF: Tensor, offsets_E: Tensor) -> Tensor:
-    """Return the sum of outer products of each group's rows, with a scale for each column of a group: (S, D), (S, F) ->
-    (E, D, F), bf16."""
-    num_rows, rows, columns = x_SD.shape[0], x_SD.shape[1], y_SF.shape[1]
-    if num_rows == 0:
-        return x_SD.new_zeros(offsets_E.shape[0], rows, columns, dtype=torch.bfloat16)
-    place_S, ends_E, num_places = places_of(offsets_E, num_rows, ALIGNED)
-    x_DP, y_FP = (spread_columns(in_sixteens(each), place_S, num_places) for each in (x_SD, y_SF))
-    scales = (in_sixteens(each).flatten() for each in (scale_ED, scale_EF))
-    return _product(x_DP, next(scales), y_FP.t(), next(scales), ends_E)[:, :rows, :columns].contiguous()
+@operator(_fake_columns, examples=equal_groups)
+def scaled_columns(x_SF: Tensor, offsets_E: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return each column of each group's rows divided by a scale and rounded to a float8 format, (F, P), and the scales
+    (E, F), fp32: as `scaled_rows`. Each group begins at a multiple of 16 places, and zeros are behind it; P depends on
+    the number of rows alone."""
+    limit, (num_rows, width) = torch.finfo(dtype).max, x_SF.shape
+    if x_SF.is_cuda:
+        from torchtitan_graph.ops.float8_kernels import write_scaled_columns
+
+        out_FP, scale_EF = _fake_columns(x_SF, offsets_E, dtype)
+        write_scaled_columns(out_FP, scale_EF, x_SF, offsets_E, aligned_ends(offsets_E, ALIGNED), _LEAST)
+        return out_FP, scale_EF
+    place_S, group_S, num_places = places_of(offsets_E, num_rows, ALIGNED)
+    largest_EF = x_SF.new_zeros(offsets_E.shape[0], width)
+    largest_EF = largest_EF.scatter_reduce(0, group_S.unsqueeze(1).expand_as(x_SF), x_SF.abs(), "amax")
+    scale_EF = largest_EF.float().clamp(min=_LEAST) / limit
+    numbers_SF = (x_SF.float() / scale_EF[group_S]).clamp(-limit, limit).to(dtype)
+    return spread_columns(numbers_SF, place_S, num_places), scale_EF
+
+
+def _fake_outer(
+    x_DP: Tensor, scale_ED: Tensor, y_FP: Tensor, scale_EF: Tensor, offsets_E: Tensor, emulate: bool
+) -> Tensor:
+    dtype = torch.float32 if emulate else torch.bfloat16
+    return x_DP.new_empty(offsets_E.shape[0], x_DP.shape[0], y_FP.shape[0], dtype=dtype)
+
+
+def _flops_of_columns(x_DP: Tensor, scale: Tensor, y_FP: Tensor, *rest: object, out_val: Tensor, **_: object) -> int:
+    """Return an outer product's FLOPs, the rows' number rounded up to a multiple of 16."""
+    num_rows = x_DP.shape[1] - ALIGNED * out_val.shape[0]
+    return 2 * x_DP.shape[0] * num_rows * y_FP.shape[0]
+
+
+@operator(_fake_outer, flops=_flops_of_columns, dynamic_rows=one_for_each_group, examples=equal_groups)
+def scaled_grouped_outer(
+    x_DP: Tensor, scale_ED: Tensor, y_FP: Tensor, scale_EF: Tensor, offsets_E: Tensor, emulate: bool
+) -> Tensor:
+    """Return the sum of outer products of each group's rows, of `scaled_columns`: (D, P), (F, P) -> (E, D, F), bf16; or
+    fp32, if emulated, where the host reads the offsets."""
+    rows, columns, ends_E = x_DP.shape[0], y_FP.shape[0], aligned_ends(offsets_E, ALIGNED)
+    if emulate:
+        parts = itertools.pairwise([0, *ends_E.tolist()])
+        numbers = [
+            [each[:, begin:end].float() * scale_F[:, None] for each, scale_F in ((x_DP, scale_D), (y_FP, scale_F))]
+            for (begin, end), scale_D, scale_F in zip(parts, scale_ED, scale_EF, strict=True)
+        ]
+        return torch.stack([x @ y.t() for x, y in numbers])
+    if ends_E.numel() and x_DP.shape[1] == ALIGNED * len(ends_E):  # no rows in any group
+        return x_DP.new_zeros(len(ends_E), rows, columns, dtype=torch.bfloat16)
+    scales = [in_sixteens(each).flatten() for each in (scale_ED, scale_EF)]
+    x_DP, y_FP = rows_in_sixteens(x_DP), rows_in_sixteens(y_FP)
+    return _product(x_DP, scales[0], y_FP.t(), scales[1], ends_E)[:, :rows, :columns].contiguous()
 
 
 def _product(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, offsets_E: Tensor) -> Tensor:
@@ -85,21 +131,31 @@ def in_sixteens(x: Tensor, rows: bool = False) -> Tensor:
     return F.pad(x.view(torch.uint8), pads).view(x.dtype) if x.element_size() == 1 else F.pad(x, pads)
 
 
+def rows_in_sixteens(q_DP: Tensor) -> Tensor:
+    """Return a matrix whose number of rows is padded to a multiple of 16 by zeros."""
+    return F.pad(q_DP.view(torch.uint8), (0, 0, 0, -q_DP.shape[0] % ALIGNED)).view(q_DP.dtype)
+
+
 def aligned_ends(offsets_E: Tensor, multiple: int, least: int = 0) -> Tensor:
     """Return where groups end if each begins at a multiple; one of fewer rows than `least` gets places for as many."""
     sizes_E = torch.diff(offsets_E, prepend=offsets_E.new_zeros(1)).clamp(min=least)
     return (-(-sizes_E // multiple) * multiple).cumsum(0, dtype=torch.int32)
 
 
+def num_places_of(num_rows: int, num_groups: int, multiple: int) -> int:
+    """Return the number of places that suffice for rows in groups, whatever their sizes, each at a multiple."""
+    return -(-num_rows // multiple) * multiple + multiple * num_groups
+
+
 def places_of(offsets_E: Tensor, num_rows: int, multiple: int, least: int = 0) -> tuple[Tensor, Tensor, int]:
-    """Return a place for each row such that each group begins at a multiple; where each group then ends, see
-    `aligned_ends`; and the number of places, whatever the groups."""
+    """Return a place for each row such that each group begins at a multiple, see `aligned_ends`; each row's group; and
+    the number of places."""
     ends_E = aligned_ends(offsets_E, multiple, least)
     begins_E, rows_before_E = (torch.cat([each.new_zeros(1), each[:-1]]) for each in (ends_E, offsets_E))
     row_S = torch.arange(num_rows, device=offsets_E.device, dtype=offsets_E.dtype)
     group_S = torch.searchsorted(offsets_E, row_S, right=True).clamp(max=offsets_E.shape[0] - 1)  # after all: no group
-    num_places = -(-num_rows // multiple) * multiple + multiple * offsets_E.shape[0]
-    return (row_S + (begins_E - rows_before_E)[group_S]).long(), ends_E, num_places
+    place_S = (row_S + (begins_E - rows_before_E)[group_S]).long()
+    return place_S, group_S, num_places_of(num_rows, offsets_E.shape[0], multiple)
 
 
 def spread_columns(x_SD: Tensor, place_S: Tensor, num_places: int) -> Tensor:

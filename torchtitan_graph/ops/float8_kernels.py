@@ -41,6 +41,39 @@ def _scaled_rows(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _scaled_columns(  # type: ignore[no-untyped-def]
+    x, ends, aligned, out, scales, D, P, x_R, x_D, LEAST: tl.constexpr, LARGEST: tl.constexpr, FORMAT: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    group = tl.program_id(0)
+    column = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)
+    i = tl.arange(0, ROWS)[:, None]
+    begin = tl.load(ends + group - 1, mask=group > 0, other=0).to(tl.int64)
+    place = tl.load(aligned + group - 1, mask=group > 0, other=0).to(tl.int64)
+    end_of_places = tl.load(aligned + group).to(tl.int64)
+    if group == tl.num_programs(0) - 1:
+        end_of_places += P - end_of_places  # zeros behind the last group too
+    size, places = tl.load(ends + group).to(tl.int64) - begin, end_of_places - place
+    is_column = (column < D)[None, :]
+    largest = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for first in range(0, size, ROWS):
+        row = first + i
+        at = x + (begin + row) * x_R + column[None, :] * x_D
+        numbers = tl.load(at, mask=(row < size) & is_column, other=0.0).to(tl.float32)
+        largest = tl.maximum(largest, tl.abs(numbers), propagate_nan=tl.PropagateNan.ALL)
+    is_nan = tl.max((largest != largest).to(tl.int32), 0) > 0
+    scale = tl.maximum(tl.max(largest, 0), LEAST) / LARGEST
+    scale = tl.where(is_nan, float("nan"), scale)
+    tl.store(scales + group * D + column, scale, mask=column < D)
+    for first in range(0, places, ROWS):
+        row = first + i
+        at = x + (begin + row) * x_R + column[None, :] * x_D
+        numbers = tl.load(at, mask=(row < size) & is_column, other=0.0).to(tl.float32) / scale[None, :]
+        rounded = tl.where(row < size, _rounded(numbers, LARGEST, FORMAT), 0)
+        tl.store(out + column[None, :] * P + place + row, rounded, mask=(row < places) & is_column)
+
+
+@triton.jit
 def _scaled_blocks(  # type: ignore[no-untyped-def]
     x, out, scales, R, D, WIDTH, x_E, x_R, x_D, EXPONENT: tl.constexpr, LARGEST: tl.constexpr, FORMAT: tl.constexpr,
     BLOCKS: tl.constexpr, SIZE: tl.constexpr,
@@ -50,12 +83,36 @@ def _scaled_blocks(  # type: ignore[no-untyped-def]
     at = block[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
     begin_of_row = x + (row // R) * x_E + (row % R) * x_R
     numbers = tl.load(begin_of_row + at.to(tl.int64) * x_D, mask=at < D, other=0.0).to(tl.float32)
-    is_finite = tl.min((tl.abs(numbers) < float("inf")).to(tl.int32), 1) > 0  # a NaN is not less
-    exponent = tl.maximum((tl.max(tl.abs(numbers), 1).to(tl.int32, bitcast=True) >> 23) - EXPONENT, 1)
-    scale = tl.where(is_finite, (exponent << 23).to(tl.float32, bitcast=True), float("nan"))
+    scale = _scale_of_blocks(numbers, 1, EXPONENT)
     tl.store(scales + row * (WIDTH // SIZE) + block, scale, mask=block * SIZE < WIDTH)
     rounded = _rounded(numbers / scale[:, None], LARGEST, FORMAT)
     tl.store(out + row * WIDTH + at, rounded, mask=at < WIDTH)
+
+
+@triton.jit
+def _columns_in_blocks(  # type: ignore[no-untyped-def]
+    x, first_rows, sizes, out, scales, D, P, x_R, x_D, EXPONENT: tl.constexpr, LARGEST: tl.constexpr,
+    FORMAT: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    i = tl.arange(0, SIZE)[:, None]
+    row = tl.load(first_rows + block) + i
+    is_there = (i < tl.load(sizes + block)) & (column < D)[None, :]
+    numbers = tl.load(x + row * x_R + column[None, :].to(tl.int64) * x_D, mask=is_there, other=0.0).to(tl.float32)
+    scale = _scale_of_blocks(numbers, 0, EXPONENT)
+    begin_of_column = column.to(tl.int64) * P + block * SIZE
+    tl.store(scales + begin_of_column // SIZE, scale, mask=column < D)
+    rounded = _rounded(numbers / scale[None, :], LARGEST, FORMAT)
+    tl.store(out + begin_of_column[None, :] + i, rounded, mask=(column < D)[None, :])
+
+
+@triton.jit
+def _scale_of_blocks(numbers, DIM: tl.constexpr, EXPONENT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the scale of each block, which lies along a dim: see `blocks.scaled_blocks`."""
+    is_finite = tl.min((tl.abs(numbers) < float("inf")).to(tl.int32), DIM) > 0  # a NaN is not less
+    exponent = tl.maximum((tl.max(tl.abs(numbers), DIM).to(tl.int32, bitcast=True) >> 23) - EXPONENT, 1)
+    return tl.where(is_finite, (exponent << 23).to(tl.float32, bitcast=True), float("nan"))
 
 
 @triton.jit
@@ -103,6 +160,20 @@ def write_scaled_rows(out: Tensor, scales: Tensor, x: Tensor, least: float) -> N
         )  # fmt: skip
 
 
+def write_scaled_columns(
+    out_DP: Tensor, scale_ED: Tensor, x_SD: Tensor, ends_E: Tensor, aligned_E: Tensor, least: float
+) -> None:
+    """Write the result of `float8.scaled_columns`, given where groups of rows end, and where their places do; `out_DP`
+    and `scale_ED` are contiguous."""
+    (E, D), columns = scale_ED.shape, 64
+    if E * D:
+        _scaled_columns[(E, triton.cdiv(D, columns))](
+            x_SD, ends_E, aligned_E, out_DP.view(torch.uint8), scale_ED, D, out_DP.shape[1], *x_SD.stride(),
+            LEAST=least, LARGEST=torch.finfo(out_DP.dtype).max, FORMAT=_FORMATS[out_DP.dtype],
+            ROWS=32, COLUMNS=columns, num_warps=_WARPS,
+        )  # fmt: skip
+
+
 def write_scaled_blocks(out: Tensor, scales: Tensor, x: Tensor, largest_exponent: int) -> None:
     """Write the result of `blocks.scaled_blocks`; `out` and `scales` are contiguous, x (..., D) has any strides."""
     D, width = x.shape[-1], out.shape[-1]
@@ -114,6 +185,20 @@ def write_scaled_blocks(out: Tensor, scales: Tensor, x: Tensor, largest_exponent
             matrices, out.view(torch.uint8), scales, R, D, width, *matrices.stride(),
             EXPONENT=largest_exponent, LARGEST=torch.finfo(out.dtype).max, FORMAT=_FORMATS[out.dtype],
             BLOCKS=_BLOCK // size, SIZE=size, num_warps=_WARPS,
+        )  # fmt: skip
+
+
+def write_columns_in_blocks(
+    out_DP: Tensor, scale_DB: Tensor, x_SD: Tensor, first_B: Tensor, size_B: Tensor, largest_exponent: int
+) -> None:
+    """Write the result of `blocks.columns_in_blocks`, of which block b has `size_B[b]` rows of x from `first_B[b]` on,
+    int64; `out_DP` and `scale_DB` are contiguous."""
+    (D, P), num_blocks, columns = out_DP.shape, scale_DB.shape[1], 64
+    if D * num_blocks:
+        _columns_in_blocks[(num_blocks, triton.cdiv(D, columns))](
+            x_SD, first_B, size_B, out_DP.view(torch.uint8), scale_DB, D, P, *x_SD.stride(),
+            EXPONENT=largest_exponent, LARGEST=torch.finfo(out_DP.dtype).max, FORMAT=_FORMATS[out_DP.dtype],
+            COLUMNS=columns, SIZE=P // num_blocks, num_warps=_WARPS,
         )  # fmt: skip
 
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from torchtitan_graph.ops.blocks import blocked_grouped_mm, blocked_grouped_outer, columns_in_blocks
-from torchtitan_graph.ops.experts import grouped_add, grouped_largest, grouped_mm, grouped_outer
-from torchtitan_graph.ops.float8 import scaled_grouped_mm, scaled_grouped_outer
+from torchtitan_graph.ops.experts import grouped_mm, grouped_outer
+from torchtitan_graph.ops.float8 import scaled_columns, scaled_grouped_mm, scaled_grouped_outer
 from torchtitan_graph.quantize.products import (
     E4M3,
     Recipe,
@@ -22,7 +22,6 @@ from torchtitan_graph.quantize.products import (
     over,
     quantize,
     scale_by,
-    scale_for,
     takes_kernel,
     workspace_of,
 )
@@ -133,19 +132,8 @@ def _by_rows(x_SD: Tensor, dtype: torch.dtype, w_EFD: Tensor, offsets_E: Tensor,
 
 def _by_columns(dy_SF: Tensor, dtype: torch.dtype, x_SD: Tensor, offsets_E: Tensor, recipe: Recipe) -> Tensor:
     """Return the sum of outer products of each group's rows, each column of a group quantised: (E, F, D)."""
-    emulate = not takes_kernel(x_SD.device, recipe)
+    columns, outer = scaled_columns, scaled_grouped_outer
     if recipe.by_block:
-        dy, x = columns_in_blocks(dy_SF, offsets_E, dtype), columns_in_blocks(x_SD, offsets_E, E4M3)
-        return blocked_grouped_outer(*dy, *x, offsets_E, emulate)
-    dyq_SF, dy_scale_EF, dy_scale_SF = _columns(dy_SF, offsets_E, dtype)
-    xq_SD, x_scale_ED, x_scale_SD = _columns(x_SD, offsets_E, E4M3)
-    if emulate:
-        return grouped_outer(dyq_SF.float() * dy_scale_SF, xq_SD.float() * x_scale_SD, offsets_E)
-    return scaled_grouped_outer(dyq_SF, dy_scale_EF, xq_SD, x_scale_ED, offsets_E)
-
-
-def _columns(x_SF: Tensor, offsets_E: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantise each column of each group's rows; return the scales too, (E, F) and for each number."""
-    scale_EF = scale_for(grouped_largest(x_SF, offsets_E).float(), dtype)
-    scale_SF = grouped_add(torch.zeros_like(x_SF, dtype=torch.float32), scale_EF, offsets_E)
-    return quantize(x_SF, scale_SF, dtype), scale_EF, scale_SF
+        columns, outer = columns_in_blocks, blocked_grouped_outer
+    dy, x = columns(dy_SF, offsets_E, dtype), columns(x_SD, offsets_E, E4M3)
+    return outer(*dy, *x, offsets_E, not takes_kernel(x_SD.device, recipe))

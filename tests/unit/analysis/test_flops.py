@@ -137,10 +137,19 @@ def test_groups_count_what_they_multiply() -> None:
 
 
 OWN = torch.ops.torchtitan_graph
-S, E, D, F_ = 8, 2, 16, 24  # rows, groups, widths
+S, E, D, F_ = 32, 2, 64, 24  # rows, groups, widths
 ROWS, OTHER, WEIGHTS = ((S, D), torch.bfloat16), ((S, F_), torch.bfloat16), ((E, F_, D), torch.bfloat16)
 ROWS_8, OTHER_8, WEIGHTS_8 = (((*shape,), torch.float8_e4m3fn) for shape, _ in (ROWS, OTHER, WEIGHTS))
 OF_ROWS, OF_WIDTH, OF_OTHER = ((S,), torch.float32), ((E, D), torch.float32), ((E, F_), torch.float32)
+
+
+def columns(width: int, multiple: int) -> Any:
+    """Columns of the rows in places, each group at a multiple."""
+    return (width, S + multiple * E), torch.float8_e4m3fn
+
+
+def of_blocks(*shape: int) -> Any:
+    return (*shape[:-1], shape[-1] // 32), torch.float32
 
 
 @pytest.mark.parametrize(
@@ -149,9 +158,20 @@ OF_ROWS, OF_WIDTH, OF_OTHER = ((S,), torch.float32), ((E, D), torch.float32), ((
         (lambda x, w: OWN.grouped_mm(x, w, OFFSETS, True), (ROWS, WEIGHTS)),
         (lambda x, y: OWN.grouped_outer(x, y, OFFSETS), (ROWS, OTHER)),
         (lambda x, a, w, b: OWN.scaled_grouped_mm(x, a, w, b, OFFSETS), (ROWS_8, OF_ROWS, WEIGHTS_8, OF_OTHER)),
-        (lambda x, a, y, b: OWN.scaled_grouped_outer(x, a, y, b, OFFSETS), (ROWS_8, OF_WIDTH, OTHER_8, OF_OTHER)),
+        (
+            lambda x, a, y, b: OWN.scaled_grouped_outer(x, a, y, b, OFFSETS, True),
+            (columns(D, 16), OF_WIDTH, columns(F_, 16), OF_OTHER),
+        ),
+        (
+            lambda x, a, w, b: OWN.blocked_grouped_mm(x, a, w, b, OFFSETS),
+            (ROWS_8, of_blocks(S, D), WEIGHTS_8, of_blocks(E, F_, D)),
+        ),
+        (
+            lambda x, a, y, b: OWN.blocked_grouped_outer(x, a, y, b, OFFSETS, True),
+            (columns(D, 32), of_blocks(D, S + 64), columns(F_, 32), of_blocks(F_, S + 64)),
+        ),
     ],
-    ids=["mm", "outer", "scaled mm", "scaled outer"],
+    ids=["mm", "outer", "scaled mm", "scaled outer", "blocked mm", "blocked outer"],
 )
 def test_products_of_experts_count_each_row_once(product: Any, inputs: Any) -> None:
     given = [torch.zeros(shape, dtype=dtype) for shape, dtype in inputs]

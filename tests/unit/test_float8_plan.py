@@ -154,7 +154,7 @@ def test_parts_that_tensor_parallelism_leaves_are_checked(degree: int, filtered:
         (["--quantize.linear.float8.filter_fqns", "output,auto_filter_small_kn"], 1, "_kn stood for .*; name"),
         (["--model.converters", "float8,mx"], 1, "linear layers can't be converted by both float8 and mx"),
         (["--model.converters", f"{GROUPED},{GROUPED_MX}"], 1, f"experts can't be .* both {GROUPED} and {GROUPED_MX}"),
-        (["--model.converters", "fp8"], 1, f"fp8 is unknown; legal are float8, mx, {GROUPED} and {GROUPED_MX}"),
+        (["--model.converters", "fp8"], 1, f"fp8 is unknown; .* mx, {GROUPED} and {GROUPED_MX}; did you mean float8"),
         (
             ["--model.converters", "mx", "--training.seq_len", "80", "--training.local_batch_size", "1"],
             1,

@@ -10,6 +10,7 @@ LINEARS = ("float8", "quantize.linear.float8")  # two names for one
 LINEARS_MX = ("mx", "quantize.linear.mx")  # as well
 EXPERTS = "quantize.grouped_mm.float8"
 EXPERTS_MX = "quantize.grouped_mm.mx"
+_ALSO_CALLED = {"fp8": LINEARS[0], "mxfp8": LINEARS_MX[0]}
 _AUTO = "auto_filter_small_kn"
 # Options that don't combine with float8, and the value each must have.
 _NOT_TOGETHER = {
@@ -37,7 +38,8 @@ def problems(config: JobConfig) -> Iterator[Problem]:
     for name in dict.fromkeys(converters):
         if name not in known:
             legal = f"{LINEARS[0]}, {LINEARS_MX[0]}, {EXPERTS} and {EXPERTS_MX}"
-            yield Problem(key, f"{name} is unknown; legal are {legal}{did_you_mean(name, known)}")
+            hint = did_you_mean(_ALSO_CALLED.get(name, name), known)
+            yield Problem(key, f"{name} is unknown; legal are {legal}{hint}")
     is_mx, is_float8 = converts_to_mx(converters), converts_linears(converters)
     twice = [
         (what, one, other)

@@ -364,7 +364,7 @@ class PlainSteps(NamedTuple):
                     batch.documents_BL.roll(-k, dims=1) != batch.documents_BL, IGNORE_INDEX
                 )
                 labels_BL[:, -k:] = IGNORE_INDEX
-                loss = loss + MTP_WEIGHT / len(side.ahead) * self._loss(ahead_BLV, labels_BL, batch) / num_tokens
+                loss = loss + MTP_WEIGHT / len(side.ahead) * (self._loss(ahead_BLV, labels_BL, batch) / num_tokens)
             loss.backward()  # type: ignore[union-attr]
             total += loss.detach()  # type: ignore[union-attr]
             counts = {name: counts.get(name, 0) + x for name, x in side.state.items()}

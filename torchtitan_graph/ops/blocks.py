@@ -147,9 +147,11 @@ def blocked_grouped_outer(
     # The kernel writes nothing for a group without rows: each has a block, of zeros.
     ends_E = aligned_ends(offsets_E, BLOCK, least=1)
     if emulate:
+        out_EDF = x_DP.new_empty(len(ends_E), rows, columns, dtype=torch.float32)
         numbers_DP, numbers_PF = of_blocks(x_DP, scale_DB), of_blocks(y_FP, scale_FB).t()
-        parts = itertools.pairwise([0, *ends_E.tolist()])
-        return torch.stack([numbers_DP[:, begin:end] @ numbers_PF[begin:end] for begin, end in parts])
+        for out_DF, (begin, end) in zip(out_EDF, itertools.pairwise([0, *ends_E.tolist()]), strict=True):
+            torch.mm(numbers_DP[:, begin:end], numbers_PF[begin:end], out=out_DF)
+        return out_EDF
     scales = [_by_group(_bytes(each), ends_E // BLOCK) for each in (scale_DB, scale_FB)]
     x_DP, y_FP = (rows_in_sixteens(each) for each in (x_DP, y_FP))
     return _product(x_DP, scales[0], y_FP.t(), scales[1], ends_E)[:, :rows, :columns].contiguous()

@@ -102,13 +102,12 @@ def scaled_grouped_outer(
     fp32, if emulated, where the host reads the offsets."""
     rows, columns, ends_E = x_DP.shape[0], y_FP.shape[0], aligned_ends(offsets_E, ALIGNED)
     if emulate:
-        parts = itertools.pairwise([0, *ends_E.tolist()])
-        numbers = [
-            [each[:, begin:end].float() * scale_F[:, None] for each, scale_F in ((x_DP, scale_D), (y_FP, scale_F))]
-            for (begin, end), scale_D, scale_F in zip(parts, scale_ED, scale_EF, strict=True)
-        ]
-        return torch.stack([x @ y.t() for x, y in numbers])
-    if ends_E.numel() and x_DP.shape[1] == ALIGNED * len(ends_E):  # no rows in any group
+        out_EDF = x_DP.new_empty(len(ends_E), rows, columns, dtype=torch.float32)
+        for e, (begin, end) in enumerate(itertools.pairwise([0, *ends_E.tolist()])):
+            x, y = x_DP[:, begin:end].float() * scale_ED[e, :, None], y_FP[:, begin:end].float() * scale_EF[e, :, None]
+            torch.mm(x, y.t(), out=out_EDF[e])
+        return out_EDF
+    if x_DP.shape[1] == ALIGNED * len(ends_E):  # no rows in any group
         return x_DP.new_zeros(len(ends_E), rows, columns, dtype=torch.bfloat16)
     scales = [in_sixteens(each).flatten() for each in (scale_ED, scale_EF)]
     x_DP, y_FP = rows_in_sixteens(x_DP), rows_in_sixteens(y_FP)

@@ -227,10 +227,11 @@ def test_a_gpus_products_get_what_emulation_multiplies(
     x, weight = numbers(num_rows, width, dtype=wide), numbers(len(ends), out, width, seed=1, dtype=wide)
     x *= torch.logspace(-6, 6, num_rows)[:, None]  # rows' scales differ
     dy = numbers(num_rows, out, seed=2, dtype=wide)
-    found, offsets_E = [], torch.tensor(ends, dtype=torch.int32)
+    found, offsets_E = [], torch.tensor(ends)  # int64, which a kernel does not take
     for recipe in (Recipe(scaling, E4M3), Recipe(scaling, E4M3, is_traced_for_gpu=True)):
-        leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
-        y, *_ = grouped_linear(*leaves, offsets_E, recipe)
+        layer = GroupedLinear(torch.nn.Parameter(weight.clone()), recipe)
+        leaves = [x.clone().requires_grad_(), layer.weight]
+        y = layer(leaves[0], offsets_E)
         found.append([y, *torch.autograd.grad(y, leaves, dy)])
     for emulated, of_kernel in zip(*found, strict=True):
         off, size = (of_kernel - emulated).abs(), emulated.abs()

@@ -1,5 +1,6 @@
 """Quantised layers in a training loop of one's own: workspaces, delayed scaling, autocast."""
 
+import contextlib
 import copy
 import dataclasses
 import re
@@ -157,6 +158,18 @@ def test_autocast_is_honoured_as_by_other_layers(scaling: str) -> None:
     others = torch.autograd.grad(expected.float().sum(), [*plain.parameters(), of_bf16])
     for mine, other in zip(gradients, others, strict=True):
         assert torch.equal(mine, other.float())
+
+
+@pytest.mark.parametrize("scaling", [TENSORWISE, ROWWISE, MX])
+def test_groups_are_not_multiplied_in_bf16_under_autocast(scaling: str) -> None:
+    layer, ends = GroupedLinear(EXPERTS, Recipe(scaling)), torch.tensor([5, 16])
+    dy = torch.randn(16, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+    found = []
+    for context in (torch.autocast("cpu", torch.bfloat16), contextlib.nullcontext()):
+        with context:
+            y = layer(X.bfloat16(), ends)
+            found.append([y, *torch.autograd.grad(y, (layer.weight,), dy)])
+    assert all(map(torch.equal, *found))
 
 
 def test_a_norm_before_layers_is_the_layers_apart_under_autocast() -> None:

@@ -874,7 +874,7 @@ class GroupedMX:
         choices=("mxfp8", "mxfp8_wgrad_with_hp"),
     )
     emulate: bool = option(
-        False, "Emulate MXFP8 in fp32 on a GPU too, if it is not of compute capability 10.0; a CPU always does."
+        False, "Emulate MXFP8 in fp32 on a GPU too, such as one not of compute capability 10; a CPU always does."
     )
 
 

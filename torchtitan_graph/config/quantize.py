@@ -38,7 +38,8 @@ def problems(config: JobConfig) -> Iterator[Problem]:
     for name in dict.fromkeys(converters):
         if name not in known:
             legal = f"{LINEARS[0]}, {LINEARS_MX[0]}, {EXPERTS} and {EXPERTS_MX}"
-            hint = did_you_mean(_ALSO_CALLED.get(name, name), known)
+            whole = next((each for each in (EXPERTS, EXPERTS_MX) if name and each.endswith(f".{name}")), name)
+            hint = did_you_mean(_ALSO_CALLED.get(name, whole), known)
             yield Problem(key, f"{name} is unknown; legal are {legal}{hint}")
     is_mx, is_float8 = converts_to_mx(converters), converts_linears(converters)
     twice = [

@@ -3,7 +3,8 @@ such rows. https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-
 
 Rows come sorted by group; `offsets_E[e]`, int32, is where group e ends. Numbers are e4m3. torch has the kernels for
 GPUs of compute capability 10.0. They read scales as bytes, in tiles of 128 rows and 4 blocks (`_tiles`), and each
-group's begin with a tile of their own: rows and blocks get places, and nothing waits for the host.
+group's begin with a tile of their own: rows and blocks get places, and nothing waits for the host, unless it is
+emulated.
 """
 
 import itertools
@@ -16,7 +17,9 @@ from torch import Tensor
 from torchtitan_graph.ops.experts import flops_of_groups, one_for_each_group
 from torchtitan_graph.ops.float8 import (
     aligned_ends,
+    equal_groups_of_places,
     in_sixteens,
+    is_by_kernel,
     num_places_of,
     places_of,
     rows_in_sixteens,
@@ -110,7 +113,7 @@ def _fake_mm(x_SD: Tensor, scale_SB: Tensor, w_EFD: Tensor, scale_EFB: Tensor, o
     return x_SD.new_empty(x_SD.shape[0], w_EFD.shape[1], dtype=torch.bfloat16)
 
 
-@operator(_fake_mm, flops=flops_of_groups, examples=equal_groups)
+@operator(_fake_mm, flops=flops_of_groups, recompute="alternate", examples=equal_groups)
 def blocked_grouped_mm(x_SD: Tensor, scale_SB: Tensor, w_EFD: Tensor, scale_EFB: Tensor, offsets_E: Tensor) -> Tensor:
     """Return each group's rows times its own matrix, transposed, both in blocks: (S, D) x (E, F, D) -> (S, F), bf16."""
     num_rows, num_groups, width = x_SD.shape[0], w_EFD.shape[0], w_EFD.shape[1]
@@ -137,7 +140,13 @@ def _flops_of_columns(x_DP: Tensor, scale: Tensor, y_FP: Tensor, *rest: object, 
     return 2 * x_DP.shape[0] * num_rows * y_FP.shape[0]
 
 
-@operator(_fake_outer, flops=_flops_of_columns, dynamic_rows=one_for_each_group, examples=equal_groups)
+@operator(
+    _fake_outer,
+    flops=_flops_of_columns,
+    dynamic_rows=one_for_each_group,
+    records=is_by_kernel,
+    examples=lambda tensors, number: equal_groups_of_places(tensors, number, BLOCK),
+)
 def blocked_grouped_outer(
     x_DP: Tensor, scale_DB: Tensor, y_FP: Tensor, scale_FB: Tensor, offsets_E: Tensor, emulate: bool
 ) -> Tensor:
@@ -148,9 +157,10 @@ def blocked_grouped_outer(
     ends_E = aligned_ends(offsets_E, BLOCK, least=1)
     if emulate:
         out_EDF = x_DP.new_empty(len(ends_E), rows, columns, dtype=torch.float32)
-        numbers_DP, numbers_PF = of_blocks(x_DP, scale_DB), of_blocks(y_FP, scale_FB).t()
         for out_DF, (begin, end) in zip(out_EDF, itertools.pairwise([0, *ends_E.tolist()]), strict=True):
-            torch.mm(numbers_DP[:, begin:end], numbers_PF[begin:end], out=out_DF)
+            parts = slice(begin, end), slice(begin // BLOCK, end // BLOCK)
+            x, y = (of_blocks(q[:, parts[0]], scale[:, parts[1]]) for q, scale in ((x_DP, scale_DB), (y_FP, scale_FB)))
+            torch.mm(x, y.t(), out=out_DF)  # in fp32 under autocast too, unlike `@`
         return out_EDF
     scales = [_by_group(_bytes(each), ends_E // BLOCK) for each in (scale_DB, scale_FB)]
     x_DP, y_FP = (rows_in_sixteens(each) for each in (x_DP, y_FP))

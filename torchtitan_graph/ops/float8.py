@@ -1,11 +1,13 @@
 """Custom operators: rows in float8, and a GPU's products of groups of such rows, with group sizes that depend on data.
 
-Rows come sorted by group; `offsets_E[e]`, int32, is where group e ends. Numbers are e4m3, and each row along a
-product's inner dim has its scale. Shapes do not depend on the sizes, so a graph holds each product as one node. torch
-has the kernels for GPUs of compute capability 9.0 or more; nothing here waits for the host, unless it is emulated.
+Rows come sorted by group; `offsets_E[e]` is where group e ends, int32 for a GPU. Numbers are e4m3, emulated ones
+perhaps e5m2, and each row along a product's inner dim has its scale. Shapes do not depend on the sizes, so a graph holds
+each product as one node. torch has the kernels for GPUs of compute capability 9 and 10; nothing here waits for the
+host, unless it is emulated.
 """
 
 import itertools
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -43,7 +45,7 @@ def _fake_mm(x_SD: Tensor, scale_S: Tensor, w_EFD: Tensor, scale_EF: Tensor, off
     return x_SD.new_empty(x_SD.shape[0], w_EFD.shape[1], dtype=torch.bfloat16)
 
 
-@operator(_fake_mm, flops=flops_of_groups, examples=equal_groups)
+@operator(_fake_mm, flops=flops_of_groups, recompute="alternate", examples=equal_groups)
 def scaled_grouped_mm(x_SD: Tensor, scale_S: Tensor, w_EFD: Tensor, scale_EF: Tensor, offsets_E: Tensor) -> Tensor:
     """Return each group's rows times its own matrix, transposed: (S, D) x (E, F, D) -> (S, F), bf16. Widths that are no
     multiples of 16 cost copies."""
@@ -88,13 +90,30 @@ def _fake_outer(
     return x_DP.new_empty(offsets_E.shape[0], x_DP.shape[0], y_FP.shape[0], dtype=dtype)
 
 
+def equal_groups_of_places(tensors: Sequence[Tensor], number: int, multiple: int) -> Tensor:
+    """Return the ends of groups of equal sizes of the rows that columns in places (D, P) are of."""
+    return torch.linspace(0, tensors[0].shape[1] - multiple * number, number + 1)[1:].long()
+
+
 def _flops_of_columns(x_DP: Tensor, scale: Tensor, y_FP: Tensor, *rest: object, out_val: Tensor, **_: object) -> int:
     """Return an outer product's FLOPs, the rows' number rounded up to a multiple of 16."""
     num_rows = x_DP.shape[1] - ALIGNED * out_val.shape[0]
     return 2 * x_DP.shape[0] * num_rows * y_FP.shape[0]
 
 
-@operator(_fake_outer, flops=_flops_of_columns, dynamic_rows=one_for_each_group, examples=equal_groups)
+def is_by_kernel(*args: object, **_: object) -> bool:
+    """Return whether a call of an outer product, whose last argument is `emulate`, takes a GPU's kernel: else the host
+    reads the offsets."""
+    return not args[-1]
+
+
+@operator(
+    _fake_outer,
+    flops=_flops_of_columns,
+    dynamic_rows=one_for_each_group,
+    records=is_by_kernel,
+    examples=lambda tensors, number: equal_groups_of_places(tensors, number, ALIGNED),
+)
 def scaled_grouped_outer(
     x_DP: Tensor, scale_ED: Tensor, y_FP: Tensor, scale_EF: Tensor, offsets_E: Tensor, emulate: bool
 ) -> Tensor:
@@ -105,7 +124,7 @@ def scaled_grouped_outer(
         out_EDF = x_DP.new_empty(len(ends_E), rows, columns, dtype=torch.float32)
         for e, (begin, end) in enumerate(itertools.pairwise([0, *ends_E.tolist()])):
             x, y = x_DP[:, begin:end].float() * scale_ED[e, :, None], y_FP[:, begin:end].float() * scale_EF[e, :, None]
-            torch.mm(x, y.t(), out=out_EDF[e])
+            torch.mm(x, y.t(), out=out_EDF[e])  # in fp32 under autocast too, unlike `@`
         return out_EDF
     if x_DP.shape[1] == ALIGNED * len(ends_E):  # no rows in any group
         return x_DP.new_zeros(len(ends_E), rows, columns, dtype=torch.bfloat16)
@@ -132,6 +151,8 @@ def in_sixteens(x: Tensor, rows: bool = False) -> Tensor:
 
 def rows_in_sixteens(q_DP: Tensor) -> Tensor:
     """Return a matrix whose number of rows is padded to a multiple of 16 by zeros."""
+    if q_DP.shape[0] % ALIGNED == 0:
+        return q_DP
     return F.pad(q_DP.view(torch.uint8), (0, 0, 0, -q_DP.shape[0] % ALIGNED)).view(q_DP.dtype)
 
 

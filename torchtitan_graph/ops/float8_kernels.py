@@ -50,9 +50,8 @@ def _scaled_columns(  # type: ignore[no-untyped-def]
     i = tl.arange(0, ROWS)[:, None]
     begin = tl.load(ends + group - 1, mask=group > 0, other=0).to(tl.int64)
     place = tl.load(aligned + group - 1, mask=group > 0, other=0).to(tl.int64)
-    end_of_places = tl.load(aligned + group).to(tl.int64)
-    if group == tl.num_programs(0) - 1:
-        end_of_places += P - end_of_places  # zeros behind the last group too
+    is_last = group == tl.num_programs(0) - 1
+    end_of_places = tl.where(is_last, P, tl.load(aligned + group).to(tl.int64))  # zeros behind the last group too
     size, places = tl.load(ends + group).to(tl.int64) - begin, end_of_places - place
     is_column = (column < D)[None, :]
     largest = tl.zeros([ROWS, COLUMNS], tl.float32)

@@ -1,7 +1,7 @@
 """Float8 products of groups of rows with a matrix each, as in experts.
 
 Any rank may have any number of rows of a group, or none: nothing here depends on the number. Emulated unless a GPU
-scales by rows: its kernels support no other scales.
+scales by rows or their blocks: its kernels support no other scales.
 """
 
 from __future__ import annotations

@@ -216,7 +216,7 @@ class GroupedLinear(Kept):
                 " must be (rows, in), and (experts, out, in)"
             )
         x_SD = as_autocast(x_SD)
-        y_SF, *_ = grouped_linear(x_SD, self.weight, offsets_E, self.recipe, *self.state())
+        y_SF, *_ = grouped_linear(x_SD, self.weight, offsets_E.int(), self.recipe, *self.state())
         return y_SF
 
 

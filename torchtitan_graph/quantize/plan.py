@@ -115,8 +115,8 @@ def _multiplies_groups(device: torch.device, recipe: Recipe) -> bool:
     """Return whether a GPU has the kernels of a recipe's products of groups of rows; as above."""
     if device.type != "cuda":
         return True
-    capability = torch.cuda.get_device_capability(device)
-    return capability[0] == 10 if recipe.by_block else capability >= (9, 0)
+    major, _ = torch.cuda.get_device_capability(device)  # torch's kernels are of these two alone
+    return major == 10 if recipe.by_block else major in (9, 10)
 
 
 def _plan_linears(config: JobConfig, model: nn.Module, target: Target) -> dict[str, Recipe]:
@@ -210,7 +210,7 @@ def _check_kernel_of_groups(recipe: Recipe, target: Target, table: str) -> None:
         raise UserError(
             f"{table}.gradient_format = 'e5m2': a GPU's products of experts are of e4m3; remove it, {instead}"
         )
-    format_, capability = ("MXFP8", "10.0") if recipe.by_block else ("float8", "9.0")
+    format_, capability = ("MXFP8", "10") if recipe.by_block else ("float8", "9 or 10")
     if not _multiplies_groups(device, recipe):
         raise UserError(
             f"model.converters = [{table!r}]: {torch.cuda.get_device_name(device)} has no products of experts in"
@@ -219,7 +219,7 @@ def _check_kernel_of_groups(recipe: Recipe, target: Target, table: str) -> None:
     if device.type != "cuda" and recipe.by_block and not any(name in target.rates.name for name in ("B200", "B300")):
         logger.warning(
             f"model.converters = [{table!r}]: {target.rates.name} is taken to multiply in MXFP8, as GPUs of compute"
-            f" capability 10.0 do, such as B200; for others use model.converters = [{EXPERTS!r}]"
+            f" capability 10 do, such as B200; for others use model.converters = [{EXPERTS!r}]"
         )
 
 

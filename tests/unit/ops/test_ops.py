@@ -9,7 +9,8 @@ from torchtitan_graph.ops import experts
 from torchtitan_graph.ops.blocks import blocked_grouped_outer, columns_in_blocks, scaled_blocks
 from torchtitan_graph.ops.exchange import regrouped, row_splits, turned_order
 from torchtitan_graph.ops.experts import grouped_add, grouped_mm, grouped_outer, grouped_sum, permuted
-from torchtitan_graph.ops.float8 import scaled_columns, scaled_grouped_outer, scaled_rows
+from torchtitan_graph.ops.float8 import aligned_ends, scaled_columns, scaled_grouped_outer, scaled_rows
+from torchtitan_graph.ops.operator import operator_of
 from torchtitan_graph.ops.rows import scored_rows, scored_rows_backward, sums_of_rows
 
 D, F = 6, 5
@@ -167,6 +168,14 @@ def test_rows_are_permuted_and_their_gradients_back(copies: int) -> None:
     for i, slot in enumerate(order.tolist()):
         assert torch.equal(found[i], x[slot // copies])
     assert torch.autograd.gradcheck(lambda x: permuted(x, order, order.argsort(), copies), (x,))
+
+
+@pytest.mark.parametrize(("op", "multiple"), [(scaled_grouped_outer, 16), (blocked_grouped_outer, 32)])
+def test_outer_products_of_columns_are_recorded_unless_the_host_reads(op: object, multiple: int) -> None:
+    declared, columns = operator_of(op), torch.empty(2048, 48 + multiple * 4)
+    assert declared.records(*[0] * 5, False) and not declared.records(*[0] * 5, True)  # type: ignore[operator]
+    examples = declared.examples([columns], 4)  # type: ignore[misc]
+    assert examples[-1] == 48 and aligned_ends(examples, multiple)[-1] <= columns.shape[1]
 
 
 # The checker of torch 2.15 looks at it itself.

@@ -1,9 +1,9 @@
 """Custom operators: rows in float8, and a GPU's products of groups of such rows, with group sizes that depend on data.
 
 Rows come sorted by group; `offsets_E[e]` is where group e ends, int32 for a GPU. Numbers are e4m3, emulated ones
-perhaps e5m2, and each row along a product's inner dim has its scale. Shapes do not depend on the sizes, so a graph holds
-each product as one node. torch has the kernels for GPUs of compute capability 9 and 10; nothing here waits for the
-host, unless it is emulated.
+perhaps e5m2, and each row along a product's inner dim has its scale. Shapes do not depend on the sizes, so a graph
+holds each product as one node. torch has the kernels for GPUs of compute capability 9 and 10; nothing here waits for
+the host, unless it is emulated.
 """
 
 import itertools

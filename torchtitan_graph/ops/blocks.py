@@ -7,6 +7,7 @@ group's begin with a tile of their own: rows and blocks get places, and nothing 
 emulated.
 """
 
+import functools
 import itertools
 import math
 
@@ -18,6 +19,8 @@ from torchtitan_graph.ops.experts import flops_of_groups, one_for_each_group
 from torchtitan_graph.ops.float8 import (
     aligned_ends,
     equal_groups_of_places,
+    fake_outer,
+    flops_of_columns,
     in_sixteens,
     is_by_kernel,
     num_places_of,
@@ -127,22 +130,9 @@ def blocked_grouped_mm(x_SD: Tensor, scale_SB: Tensor, w_EFD: Tensor, scale_EFB:
     return _product(x_SD, scales[0], w_EFD.transpose(1, 2), scales[1], offsets_E)[:, :width].contiguous()
 
 
-def _fake_outer(
-    x_DP: Tensor, scale_DB: Tensor, y_FP: Tensor, scale_FB: Tensor, offsets_E: Tensor, emulate: bool
-) -> Tensor:
-    dtype = torch.float32 if emulate else torch.bfloat16
-    return x_DP.new_empty(offsets_E.shape[0], x_DP.shape[0], y_FP.shape[0], dtype=dtype)
-
-
-def _flops_of_columns(x_DP: Tensor, scale: Tensor, y_FP: Tensor, *rest: object, out_val: Tensor, **_: object) -> int:
-    """Return an outer product's FLOPs, the rows' number rounded up to whole blocks."""
-    num_rows = x_DP.shape[1] - BLOCK * out_val.shape[0]
-    return 2 * x_DP.shape[0] * num_rows * y_FP.shape[0]
-
-
 @operator(
-    _fake_outer,
-    flops=_flops_of_columns,
+    fake_outer,
+    flops=functools.partial(flops_of_columns, BLOCK),
     dynamic_rows=one_for_each_group,
     records=is_by_kernel,
     examples=lambda tensors, number: equal_groups_of_places(tensors, number, BLOCK),

@@ -6,6 +6,7 @@ holds each product as one node. torch has the kernels for GPUs of compute capabi
 the host, unless it is emulated.
 """
 
+import functools
 import itertools
 from collections.abc import Sequence
 
@@ -83,9 +84,10 @@ def scaled_columns(x_SF: Tensor, offsets_E: Tensor, dtype: torch.dtype) -> tuple
     return spread_columns(numbers_SF, place_S, num_places), scale_EF
 
 
-def _fake_outer(
-    x_DP: Tensor, scale_ED: Tensor, y_FP: Tensor, scale_EF: Tensor, offsets_E: Tensor, emulate: bool
+def fake_outer(
+    x_DP: Tensor, scale_x: Tensor, y_FP: Tensor, scale_y: Tensor, offsets_E: Tensor, emulate: bool
 ) -> Tensor:
+    """Return an outer product's result, as a fake."""
     dtype = torch.float32 if emulate else torch.bfloat16
     return x_DP.new_empty(offsets_E.shape[0], x_DP.shape[0], y_FP.shape[0], dtype=dtype)
 
@@ -95,10 +97,11 @@ def equal_groups_of_places(tensors: Sequence[Tensor], number: int, multiple: int
     return torch.linspace(0, tensors[0].shape[1] - multiple * number, number + 1)[1:].long()
 
 
-def _flops_of_columns(x_DP: Tensor, scale: Tensor, y_FP: Tensor, *rest: object, out_val: Tensor, **_: object) -> int:
-    """Return an outer product's FLOPs, the rows' number rounded up to a multiple of 16."""
-    num_rows = x_DP.shape[1] - ALIGNED * out_val.shape[0]
-    return 2 * x_DP.shape[0] * num_rows * y_FP.shape[0]
+def flops_of_columns(
+    multiple: int, x_DP: Tensor, scale: Tensor, y_FP: Tensor, *_: object, out_val: Tensor, **__: object
+) -> int:
+    """Return an outer product's FLOPs; the rows' number is rounded up to the multiple at which groups begin."""
+    return 2 * x_DP.shape[0] * (x_DP.shape[1] - multiple * out_val.shape[0]) * y_FP.shape[0]
 
 
 def is_by_kernel(*args: object, **_: object) -> bool:
@@ -108,8 +111,8 @@ def is_by_kernel(*args: object, **_: object) -> bool:
 
 
 @operator(
-    _fake_outer,
-    flops=_flops_of_columns,
+    fake_outer,
+    flops=functools.partial(flops_of_columns, ALIGNED),
     dynamic_rows=one_for_each_group,
     records=is_by_kernel,
     examples=lambda tensors, number: equal_groups_of_places(tensors, number, ALIGNED),

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torchtitan_graph.capture.dynamo import CAPTURES
 from torchtitan_graph.checkpoint import check_choice, is_new_run
 from torchtitan_graph.checkpoint.folder import CHECKPOINTS
-from torchtitan_graph.config import JobConfig, shard_degree, target_of
+from torchtitan_graph.config import JobConfig, run_folder, shard_degree, target_of
 from torchtitan_graph.data.open_corpus import check_names
 from torchtitan_graph.data.tokenizer import Tokenizer, find_assets, load_tokenizer
 from torchtitan_graph.device import Target
@@ -40,6 +40,7 @@ from torchtitan_graph.steps import (
     check_own_step,
     check_reference,
     check_steps,
+    num_replicas,
     rewrite_steps,
     rows_per_microbatch,
     step_options,
@@ -62,7 +63,7 @@ class Blueprint:
             UserError: it asks for something that is not supported, does not exist, or does not go together.
         """
         check_wandb(config.metrics.enable_wandb)
-        check_mlflow(config.metrics.enable_mlflow, Path(config.job.dump_folder))
+        check_mlflow(config.metrics.enable_mlflow, run_folder(config))
         check_profiling(config.profiling)
         check_names(config)
         self.target = target or target_of(config)
@@ -81,7 +82,8 @@ class Blueprint:
         training = config.training
         self.rows_per_step = training.global_batch_size
         if self.rows_per_step == -1:
-            self.rows_per_step = training.local_batch_size * self.dims.data
+            self.rows_per_step = training.local_batch_size * self.dims.data * num_replicas(config)
+        # Of a step, over all replicas: one that lives alone takes them all.
         self.num_microbatches = self.rows_per_step // (rows_per_microbatch(config) * self.dims.data)
         path = config.model.hf_assets_path
         self.assets = find_assets(path) if path else None
@@ -113,7 +115,8 @@ class Blueprint:
                 logger.warning(not_checked)
         check_optimizer(self.model, config.optimizer)
         self.samples = Samples(config.samples, self.model, self.tokenizer) if config.samples.prompts else None
-        self.dump_folder = Path(config.job.dump_folder)
+        self.dump_folder = run_folder(config)
+        self.checkpoints = Path(config.job.dump_folder) / CHECKPOINTS
         if config.comm.mode != "fake_backend":  # a dry run loads nothing
             self._check_what_is_loaded()
 
@@ -184,7 +187,7 @@ class Blueprint:
         if self.reference is not None:
             with _named(f"reference.path = {self.config.reference.path!r}"):
                 self.reference.check_weights()
-        folder = self.dump_folder / CHECKPOINTS
+        folder = self.checkpoints
         check_choice(folder, config, self.config.training.steps)
         if config.initial_load_in_hf and is_new_run(folder, config):
             with self.initial_load_in_hf() as path:

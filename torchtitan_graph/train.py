@@ -21,7 +21,8 @@ import torch.distributed as dist
 from torchtitan_graph import device as devices
 from torchtitan_graph.blueprint import Blueprint
 from torchtitan_graph.checkpoint import SaveError
-from torchtitan_graph.config import JobConfig, check, load, ranks_asked_for, ranks_started
+from torchtitan_graph.config import JobConfig, check, load, ranks_asked_for, ranks_started, run_folder
+from torchtitan_graph.config.fault_tolerance import check_member
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import init_logging, logger
 from torchtitan_graph.parallel.join import join, meet
@@ -70,13 +71,15 @@ def _main(argv: Sequence[str] | None) -> int:
     try:
         config = load(sys.argv[1:] if argv is None else argv)
         fake = config.comm.mode == "fake_backend"
-        place = retry_io(lambda: check_place(config.job.dump_folder))
+        place = retry_io(lambda: check_place(str(run_folder(config))))
         folder = None if fake else place  # a dry run writes nothing there
         if folder is not None:
             refuse_to_repeat(folder)
         world_size = (ranks_asked_for() or 1) if fake else ranks_started()
         for notice in check(config, world_size):
             logger.warning(notice) if _is_rank_0() else None
+        if not fake:
+            check_member(config)
         check_disabled(config.compile.disable_passes)
         blueprint = retry_io(partial(Blueprint, config, world_size))
         config = blueprint.config  # resolved: what is compared with an earlier start of the run, and saved
@@ -160,7 +163,7 @@ def start_process(config: JobConfig, world_size: int, fake: bool = False) -> Non
         return
     if devices.device_type() == "cuda":
         torch.cuda.set_device(devices.device())
-        set_up_flight_recorder(Path(config.job.dump_folder))
+        set_up_flight_recorder(run_folder(config))
         devices.bind_to_numa_node()
     join(
         "nccl" if devices.device_type() == "cuda" else "gloo",

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,8 @@ from torch import Tensor
 from torchtitan_graph import device as devices
 from torchtitan_graph import stop
 from torchtitan_graph.blueprint import Blueprint
+from torchtitan_graph.capture.state import local_part
+from torchtitan_graph.capture.step import StepOutput
 from torchtitan_graph.capture.uncollected import uncollected
 from torchtitan_graph.checkpoint import (
     Best,
@@ -28,13 +30,13 @@ from torchtitan_graph.checkpoint import (
     check_loadable,
     find_best,
     find_likely,
+    tensors_of,
 )
-from torchtitan_graph.checkpoint.folder import CHECKPOINTS
 from torchtitan_graph.config import dump_toml, job
 from torchtitan_graph.config.job import validation_metrics
-from torchtitan_graph.data.feed import Feed
+from torchtitan_graph.data.feed import Feed, Microbatches
 from torchtitan_graph.data.forms import RowFormat
-from torchtitan_graph.data.loader import DataLoader, build_dataloader, merge_states
+from torchtitan_graph.data.loader import DataLoader, Deal, build_dataloader, merge_states
 from torchtitan_graph.data.open_corpus import naming_set, validation_corpus
 from torchtitan_graph.data.packing import Counts, in_words
 from torchtitan_graph.errors import UserError
@@ -76,6 +78,9 @@ from torchtitan_graph.steps.reading import Read, Reading
 from torchtitan_graph.steps.table import step_table
 from torchtitan_graph.torch_private.distributed import set_timeout
 
+if TYPE_CHECKING:
+    from torchtitan_graph.replicas.replicas import Replicas
+
 GC_STEPS = 50  # steps between Python's garbage collections, so that all ranks collect together
 
 
@@ -104,9 +109,9 @@ class Trainer:
                 self.train_data,
                 self.layout,
                 self.device,
-                num_microbatches=blueprint.num_microbatches,
                 rows_per_step=blueprint.rows_per_step,
                 in_pairs=config.training.format == "preference",
+                gather=self._gather if config.fault_tolerance.enable else None,
             )
             self._log_model()
             self.model_table = model_table(
@@ -133,13 +138,16 @@ class Trainer:
             if config.compile.optimizer_in_graph:
                 self.update = blueprint.update_in_graph(self.steps, self.optimizer)
             self.checkpointer = Checkpointer(
-                blueprint.dump_folder / CHECKPOINTS,
+                blueprint.checkpoints,
                 config.checkpoint,
                 self.model,
                 self.optimizer,
                 self.lr_scheduler,
                 dump_toml(config),
             )
+            self.replicas: Replicas | None = None  # once it trains
+            self._position: dict[str, Any] = {}  # this rank's part, after the last step that counts
+            self.hang = HangWatch(config.comm, blueprint.dump_folder, self.rank)
             self._resume()
             if self.average is not None and not self.checkpointer.loaded_optimizer:
                 self.average.begin()
@@ -156,6 +164,7 @@ class Trainer:
             f"{config.compile.mode} mode, mesh {self.layout}, "
             f"{self.blueprint.num_microbatches} x {rows_per_microbatch(config)} rows of "
             f"{'up to ' * config.training.dynamic_seq_len}{config.training.seq_len} tokens per rank and step"
+            f"{', dealt to the replicas that live' if config.fault_tolerance.enable else ''}"
         )
         self.blueprint.log_tokenizer()
 
@@ -199,22 +208,25 @@ class Trainer:
             ) as metrics,
             maybe_profile(config.profiling, self.blueprint.dump_folder, self.rank, self.step) as profiler_step,
             self.checkpointer,
-            HangWatch(config.comm, self.blueprint.dump_folder, self.rank) as hang,
+            self.hang,
+            closing(self._join()) if config.fault_tolerance.enable else nullcontext(),
         ):
             first = self.step + 1
             last = self._is_over()
             run.resume(self.step)
+            if self.replicas is not None:
+                run.wait_for_replicas(config.fault_tolerance.join_timeout_seconds)
             while not last:
                 metrics.start_step()
-                with hang.watch(first=self.step < first):
+                with self.hang.watch(first=self.step < first):
                     trained = self.train_step(metrics)
-                if not trained:
+                if not trained and not self.stop_signal and not self._is_over():
                     logger.info(f"the data is used up after step {self.step}")
                     metrics.log_pending()
                 if self.leaps is not None and self.leaps.is_lost():
                     with run.during("checkpoint"):
                         self._roll_back(self.leaps)
-                last, is_best = not trained or self._is_over(), False
+                last, is_best = self._is_over() or not (trained or self.stop_signal), False
                 run.done(self.step, metrics.loss)
                 if self.step == first:
                     self._set_timeouts(config.comm.train_timeout_seconds)  # all is warm: detect a hang soon
@@ -231,8 +243,12 @@ class Trainer:
                         metrics.log_samples(self.step, self.samples())
                 if last:
                     self.stop_signal = 0  # there is nothing left to stop
+                    if self.replicas is not None:
+                        self.replicas.meet_at_end()
                 with run.during("checkpoint"):
-                    if self.stop_signal:
+                    if self.replicas is not None and not self.replicas.saves:
+                        pass  # another one does
+                    elif self.stop_signal:
                         self.checkpointer.save(self.step, self._train_state())
                     elif last and config.checkpoint.last_save_model_only:
                         with self._average_in_place():
@@ -242,7 +258,7 @@ class Trainer:
                 profiler_step()
                 if self.stop_signal:
                     break
-            if last:
+            if last and (self.replicas is None or self.replicas.saves):
                 with run.during("checkpoint"), self._average_in_place():
                     self._export(replaces=self.step >= first)
             if self.step >= first:
@@ -253,11 +269,10 @@ class Trainer:
 
     def train_step(self, metrics: Metrics) -> bool:
         """Run an optimizer step: batches -> loss, gradients -> clip -> optimizer; return False at the data's end."""
-        batches = self.feed.next()
-        if batches is None:
+        found = self._compute(metrics) if self.replicas is None else self._compute_with_replicas(metrics)
+        if found is None:
             return False
-        with metrics.watch_work(self.step + 1):
-            loss, state, terms, own_metrics = self.steps.train(batches.on_device, batches.divisor, batches.on_host)
+        batches, (loss, state, terms, own_metrics) = found
         limits = self._limits(loss)
         grad_norm = self.update.clip(loss, limits)
         reading = self._begin_to_read(loss, grad_norm, batches.num_tokens, limits)
@@ -295,8 +310,79 @@ class Trainer:
             tokens_by_source=self.tokens_by_source,
             skipped_steps=None if self.leaps is None else self.leaps.num_skipped,
             roll_backs=self.leaps.num_roll_backs if self.leaps is not None and self.leaps.patience else None,
+            replicas=None if self.replicas is None else self.replicas.numbers(),
         )
         return True
+
+    def _compute(self, metrics: Metrics) -> tuple[Microbatches, StepOutput] | None:
+        """Compute a step's gradients; return its microbatches and its output, None at the data's end."""
+        batches = self.feed.next()
+        if batches is None:
+            return None
+        with metrics.watch_work(self.step + 1):
+            return batches, self.steps.train(batches.on_device, batches.divisor, batches.on_host)
+
+    def _compute_with_replicas(self, metrics: Metrics) -> tuple[Microbatches, StepOutput] | None:
+        """Do so with the replicas that live, again until this one has lost none of them. See Note [Replicas]."""
+        replicas = self.replicas
+        assert replicas is not None
+        is_behind = False  # whether the position in the data is another than that before the step
+        while True:
+            with self.hang.paused():
+                changed = replicas.join()
+            if changed or is_behind:
+                self._go_to(self._position)
+            self.stop_signal = replicas.stop_signal
+            if self.stop_signal or self._is_over():  # as of the replica that this one healed from
+                return None
+            found = self._compute(metrics)
+            if found is None:
+                return None
+            batches, output = found
+            output = replicas.sum(self.model, output)
+            if replicas.commit():
+                self._position = self.train_data.state_dict()
+                return batches, output
+            self.optimizer.zero_grad()
+            is_behind = True
+
+    def _join(self) -> Replicas:
+        """Meet the other replicas."""
+        from torchtitan_graph.replicas.replicas import Replicas  # torchft is not everywhere
+
+        self._position = self.train_data.state_dict()
+        self.replicas = Replicas(
+            self.config.fault_tolerance,
+            Path(self.config.job.dump_folder),
+            self.device,
+            tensors=lambda: {n: local_part(x).detach() for n, x in tensors_of(self.model, self.optimizer).items()},
+            give=lambda: {"schedule": self.lr_scheduler.state_dict(), "data": self._position, **self._own_state()},
+            take=self._take,
+            step=self.step,
+        )
+        return self.replicas
+
+    def _take(self, tensors: dict[str, Tensor], rest: dict[str, Any]) -> None:
+        """Take over the state of another replica's same rank."""
+        with torch.no_grad():
+            for name, x in tensors_of(self.model, self.optimizer).items():
+                local_part(x).copy_(tensors[name])
+        self.lr_scheduler.load_state_dict(rest.pop("schedule"))
+        self._position = rest.pop("data")
+        self._load_train_state(rest)
+
+    def _go_to(self, position: dict[str, Any]) -> None:
+        """Read on from a position, this rank's part of it, with the deal of now."""
+        assert self.replicas is not None
+        parts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, position)
+        self.train_data.deal = Deal(self.replicas.place, len(self.replicas.living), self.blueprint.num_microbatches)
+        self.train_data.load_state_dict(merge_states(parts))
+        self.feed.go_back()
+
+    def _gather(self, numbers: list[int]) -> list[list[int]]:
+        assert self.replicas is not None
+        return self.replicas.gather(numbers)
 
     def _roll_back(self, leaps: Leaps) -> None:
         """Go back to the weights of the newest checkpoint with other ones than now, and on with the data. All ranks
@@ -497,6 +583,10 @@ class Trainer:
         data = merge_states(parts)
         if left_out := in_words(Counts(*data["counted"])):
             logger.info(f"the data so far: {'; '.join(left_out)}")
+        return {**self._own_state(), "data": data}
+
+    def _own_state(self) -> dict[str, Any]:
+        """Return the state of the run but its position in the data, without asking other ranks."""
         leaps = {} if self.leaps is None else {"leaps": self.leaps.state_dict()}
         return {
             **leaps,
@@ -504,7 +594,6 @@ class Trainer:
             "tokens_seen": self.tokens_seen,
             "tokens_by_source": self.tokens_by_source,
             **({} if self.best is None else {"best": self.best._asdict()}),
-            "data": data,
             "rng": bytes(torch.get_rng_state().tolist()).hex(),
         }
 
@@ -516,7 +605,7 @@ class Trainer:
 
 def _check_tensors_to_load(blueprint: Blueprint) -> None:
     config = blueprint.config.checkpoint
-    folder = blueprint.dump_folder / CHECKPOINTS
+    folder = blueprint.checkpoints
     path = find_likely(folder, config, blueprint.config.training.steps, blueprint.config.validation.patience)
     if path is None:
         return
@@ -574,6 +663,7 @@ def _open_corpus(
         local_batch_size=rows,
         dp_rank=blueprint.assembly.layout.data_rank,
         dp_degree=blueprint.dims.data,
+        num_microbatches=blueprint.num_microbatches if isinstance(table, job.Training) else 1,
         seed=blueprint.seed,
         epochs=epochs,
         too_long=blueprint.config.training.too_long,

@@ -1,7 +1,7 @@
 """Save and resume a run: on another number of ranks, in another layout, after a kill at any moment."""
 
 from torchtitan_graph.checkpoint.best import Best, best_checkpoint, best_of, find_best
-from torchtitan_graph.checkpoint.checkpointer import Checkpointer, check_loadable, load_model, save_model
+from torchtitan_graph.checkpoint.checkpointer import Checkpointer, check_loadable, load_model, save_model, tensors_of
 from torchtitan_graph.checkpoint.choose import check_choice, find_likely, is_new_run
 from torchtitan_graph.checkpoint.folder import newest_below
 from torchtitan_graph.checkpoint.save import SAVE_POINTS, SaveError
@@ -21,4 +21,5 @@ __all__ = [
     "load_model",
     "newest_below",
     "save_model",
+    "tensors_of",
 ]

@@ -40,7 +40,7 @@ from torchtitan_graph.small_files import (
 MANIFEST = "manifest.json"
 TRAIN_STATE = "train_state.json"
 CONFIG = "config.toml"
-CHECKPOINTS = "checkpoint"  # the folder of a run's checkpoints, in job.dump_folder
+CHECKPOINTS = "checkpoint"  # the folder of a run's checkpoints, in job.dump_folder; replica groups share it
 
 
 # Schemas of the JSON files. Fields with a default need not be there.

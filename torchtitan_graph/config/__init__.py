@@ -9,7 +9,7 @@ from torchtitan_graph.config.check import (
     target_of,
 )
 from torchtitan_graph.config.dump import dump_toml
-from torchtitan_graph.config.job import JobConfig
+from torchtitan_graph.config.job import JobConfig, run_folder
 from torchtitan_graph.config.load import DRY, load, read_beside
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "ranks_asked_for",
     "ranks_started",
     "read_beside",
+    "run_folder",
     "shard_degree",
     "smallest_world",
     "target_of",

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from torchtitan_graph.config import checkpoint, graph, quantize
+from torchtitan_graph.config import checkpoint, fault_tolerance, graph, quantize
 from torchtitan_graph.config.columns import find_wrong_column
 from torchtitan_graph.config.job import (
     OPTIONS,
@@ -102,10 +102,12 @@ def check(config: JobConfig, world_size: int) -> list[str]:
         *graph.problems(config),
         *checkpoint.problems(config),
         *quantize.problems(config),
+        *fault_tolerance.problems(config),
     ]
     if problems:
         raise UserError(problem_list(lines(config, problems)))
-    notices = [*graph.notices(config), *quantize.notices(config), *checkpoint.notices(config), *_notices(config)]
+    of_tables = (graph, quantize, checkpoint, fault_tolerance)
+    notices = [*(problem for table in of_tables for problem in table.notices(config)), *_notices(config)]
     return [*config.notices, *lines(config, notices)]
 
 
@@ -242,6 +244,13 @@ def _degrees(config: JobConfig, world_size: int) -> Iterator[Problem]:
             "training.global_batch_size",
             f"must be a multiple of training.local_batch_size {config.training.local_batch_size} * data-parallel degree"
             f" {data_degree} = {microbatch}, or -1",
+        )
+    replicas = config.fault_tolerance.replicas if config.fault_tolerance.enable else 1
+    if rows != -1 and rows < microbatch * replicas and rows % microbatch == 0:
+        yield Problem(
+            "training.global_batch_size",
+            f"has {rows // microbatch} microbatches of {microbatch} rows, and each of fault_tolerance.replicas"
+            f" {replicas} needs one: at least {microbatch * replicas}",
         )
     pp, cp = degrees.pipeline_parallel_degree, degrees.context_parallel_degree
     if config.model.num_mtp_layers and max(pp, cp) > 1:

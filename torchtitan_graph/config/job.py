@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
 from torchtitan_graph.config.option import brief, option, options
@@ -917,6 +917,48 @@ class Comm:
 
 
 @dataclass
+class FaultTolerance:
+    """Replica groups that outlive each other, by torchft: a lost one costs the others seconds, and heals from them."""
+
+    enable: bool = option(
+        False,
+        "Train with replica groups. Each is a mesh of its own, of all degrees of [parallelism]; a step's rows are dealt"
+        " to those that live.",
+    )
+    replicas: int = option(2, "Replica groups of the job.", minimum=2, maximum=10**4)
+    min_replicas: int = option(1, "Groups that have to live for a step; with fewer, those wait for others.", minimum=1)
+    replica: int | None = option(
+        None,
+        "This group's number, from 0 to replicas - 1. Not set: python -m torchtitan_graph.launch starts all groups on"
+        " this machine.",
+        minimum=0,
+    )
+    lighthouse: str | None = option(
+        None,
+        "Address of the lighthouse, which knows the groups that live, such as http://host:29510. If it is not loopback,"
+        " the groups listen on this machine's address in that network.",
+        pattern=r"http://[\w.-]+:\d{1,5}",
+        means="http://HOST:PORT",
+    )
+    timeout_seconds: int = option(
+        60, "A message between groups that takes longer means that one is lost.", minimum=1, maximum=10**6
+    )
+    heal_timeout_seconds: int = option(
+        600, "The most that a returned group may take to receive the state of another.", minimum=1, maximum=10**6
+    )
+    heartbeat_timeout_seconds: int = option(
+        5, "A group without a heartbeat for so long is lost, for the lighthouse.", minimum=1, maximum=10**6
+    )
+    join_timeout_seconds: int = option(
+        600,
+        "How long the lighthouse lets a step wait for a group that lives and has not come to it; must be longer than a"
+        " step.",
+        minimum=1,
+        maximum=10**6,
+    )
+
+
+@dataclass
 class ValidationSet:
     """A corpus for validation, with a loss and a curve of its own; with neither dataset nor dataset_path set: the
     documents that training holds out."""
@@ -1027,6 +1069,7 @@ class JobConfig:
     compile: Compile = field(default_factory=Compile)
     quantize: Quantize = field(default_factory=Quantize)
     comm: Comm = field(default_factory=Comm)
+    fault_tolerance: FaultTolerance = field(default_factory=FaultTolerance)
     validation: Validation = field(default_factory=Validation)
     samples: Samples = field(default_factory=Samples)
     debug: Debug = field(default_factory=Debug)
@@ -1060,6 +1103,12 @@ def put(config: JobConfig, key: str, value: Any) -> None:
 def is_set(config: JobConfig, key: str) -> bool:
     """Return whether an option differs from its default."""
     return bool(get(config, key) != OPTIONS[key].default)
+
+
+def run_folder(config: JobConfig) -> Path:
+    """Return the folder of what this process's run writes: job.dump_folder, or in it the replica group's own."""
+    table = config.fault_tolerance
+    return Path(config.job.dump_folder) / (f"replica_{table.replica}" if table.enable else "")
 
 
 class Problem(NamedTuple):

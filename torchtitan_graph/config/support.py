@@ -60,7 +60,7 @@ _INDUCTOR = (
     " TORCHINDUCTOR_EMULATE_PRECISION_CASTS=1, which hold for all that it compiles"
 )
 _ESTIMATE = "memory is not estimated"
-_REPLICAS = "there are no fault-tolerant replicas"
+_EVERY_STEP = "replicas meet in every step"
 
 UNSUPPORTED = {
     "job.custom_config_module": _refuse("", "the schema can't be extended; remove it"),
@@ -128,7 +128,9 @@ UNSUPPORTED = {
     "checkpoint.interval_type": Unsupported(
         REFUSED, "set checkpoint.interval_minutes in its place, and checkpoint.interval to steps", ("steps", "step")
     ),
-    "checkpoint.enable_ft_dataloader_checkpoints": _ignore(True, _REPLICAS),
+    "checkpoint.enable_ft_dataloader_checkpoints": _ignore(
+        True, "the position in the data is one for all replicas, and part of every checkpoint"
+    ),
     "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": _ignore(
         ["moe.router.gate"], "op chooses by operation, not by shape; same numbers"
     ),
@@ -164,18 +166,17 @@ UNSUPPORTED = {
     "model.lora.dropout": _refuse(0.0, "dropout draws random numbers, which a graph can't; remove it"),
     "memory_estimation.enable": _refuse(False, "not built yet; try comm.mode = fake_backend for a dry run"),
     "memory_estimation.disable_fake_mode": _ignore(False, _ESTIMATE),
-    "fault_tolerance.enable": _refuse(False, "not built; restart the job, it resumes from the newest checkpoint"),
-    "fault_tolerance.process_group": _ignore("gloo", _REPLICAS),
-    "fault_tolerance.process_group_timeout_ms": _ignore(10000, _REPLICAS),
-    "fault_tolerance.replica_id": _ignore(0, _REPLICAS),
-    "fault_tolerance.group_size": _ignore(0, _REPLICAS),
-    "fault_tolerance.min_replica_size": _ignore(1, _REPLICAS),
-    "fault_tolerance.semi_sync_method": _ignore(None, _REPLICAS),
-    "fault_tolerance.sync_steps": _ignore(5, _REPLICAS),
-    "fault_tolerance.num_fragments": _ignore(1, _REPLICAS),
-    "fault_tolerance.should_quantize": _gone(_REPLICAS),
-    "fault_tolerance.fragment_sync_delay": _gone(_REPLICAS),
-    "fault_tolerance.fragment_update_alpha": _gone(_REPLICAS),
+    "fault_tolerance.process_group": _ignore("gloo", "NCCL on GPUs, gloo on CPUs"),
+    "fault_tolerance.process_group_timeout_ms": _refuse(10000, "set fault_tolerance.timeout_seconds in its place"),
+    "fault_tolerance.group_size": _refuse(0, "set fault_tolerance.replicas in its place"),
+    "fault_tolerance.min_replica_size": _refuse(1, "set fault_tolerance.min_replicas in its place"),
+    "fault_tolerance.replica_id": _refuse(0, "set fault_tolerance.replica in its place"),
+    "fault_tolerance.semi_sync_method": _refuse(None, "not built yet; replicas meet in every step: remove it"),
+    "fault_tolerance.sync_steps": _ignore(5, _EVERY_STEP),
+    "fault_tolerance.num_fragments": _ignore(1, _EVERY_STEP),
+    "fault_tolerance.should_quantize": _gone(_EVERY_STEP),
+    "fault_tolerance.fragment_sync_delay": _gone(_EVERY_STEP),
+    "fault_tolerance.fragment_update_alpha": _gone(_EVERY_STEP),
     "experimental.pipeline_parallel_microbatches": _refuse(
         None,
         "it counted the parts of a batch; parallelism.pipeline_parallel_microbatch_size is the rows of one: set that to"

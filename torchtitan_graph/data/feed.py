@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -37,10 +38,10 @@ class Feed:
         layout: Layout,
         device: torch.device,
         *,
-        num_microbatches: int = 1,
         rows_per_step: int,
         most: int = -1,
         in_pairs: bool = False,
+        gather: Callable[[list[int]], list[list[int]]] | None = None,
     ) -> None:
         """Read from a data loader.
 
@@ -48,10 +49,11 @@ class Feed:
             rows_per_step: of all ranks.
             most: steps to read, also those without a target; -1: all.
             in_pairs: rows are of preferences.
+            gather: returns every living replica's list of numbers for this one's, where there are replica groups.
         """
         self._in_pairs = in_pairs
         self._data, self._layout, self._device = data, layout, device
-        self._num_microbatches, self._rows_per_step, self._left = num_microbatches, rows_per_step, most
+        self._rows_per_step, self._left, self._gather = rows_per_step, most, gather
         self._copied: list[Batch] = []  # the next microbatches on the device, where they were read ahead
         self.seconds = self.own_s = 0.0
 
@@ -62,22 +64,27 @@ class Feed:
         while found is None and empty_rows < self._data.num_lanes and self._left:
             self._left -= 1
             started = time.perf_counter()
-            on_host = [next(self._data) for _ in range(self._num_microbatches)]
+            on_host = [next(self._data) for _ in range(self._data.deal.own)]
             self.own_s += time.perf_counter() - started
             own = sum(int((batch.labels_BL != IGNORE_INDEX).sum()) for batch in on_host)
-            if self._in_pairs:
-                counts = torch.stack([torch.full((), n, device=self._device) for n in (own, sum(map(pairs, on_host)))])
-                num_tokens, divisor = self._layout.sum_over_rows(counts).unbind()
-            else:
-                num_tokens = divisor = self._layout.sum_over_rows(torch.full((), own, device=self._device))
+            counts = [own, sum(map(pairs, on_host))] if self._in_pairs else [own]
+            if self._gather is not None:
+                own, *_ = counts = self._data.exchange(counts, self._gather)
+            on_device = [torch.full((), n, device=self._device) for n in counts]
+            num_tokens, *others = self._layout.sum_over_rows(torch.stack(on_device)).unbind()
+            divisor = others[0] if others else num_tokens
             if own or num_tokens > 0:  # a rank with targets needn't read the sum, for which it would wait
                 stop.begin_steps()
-                on_device = self._copied or [batch.to(self._device, non_blocking=True) for batch in on_host]
-                found = Microbatches(on_device, on_host, num_tokens, divisor)
+                batches = self._copied or [batch.to(self._device, non_blocking=True) for batch in on_host]
+                found = Microbatches(batches, on_host, num_tokens, divisor)
             self._copied = []
             empty_rows += self._rows_per_step
         self.seconds = time.perf_counter() - begin
         return found
+
+    def go_back(self) -> None:
+        """Forget what was read ahead: the loader has another position, or another deal."""
+        self._copied = []
 
     def read_ahead(self) -> None:
         """Read the next step's microbatches, and start their copies to the device, while it computes.
@@ -87,7 +94,7 @@ class Feed:
         if self._device.type == "cpu":
             return
         begin = time.perf_counter()
-        batches = self._data.read_ahead(self._num_microbatches)
+        batches = self._data.read_ahead(self._data.deal.own)
         if all(batch.tokens_BL.is_pinned() for batch in batches):
             self._copied = [batch.to(self._device, non_blocking=True) for batch in batches]
         seconds = time.perf_counter() - begin

@@ -5,7 +5,7 @@ import re
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
@@ -29,10 +29,34 @@ from torchtitan_graph.log import logger
 # positions are of no use: each batch carries the cursors after its rows, and only `DataLoader.__next__` makes them the
 # position. A rank has the cursors of the lanes it took rows from; `merge_states` chooses, for every lane, the most
 # advanced one. For a mixture it also has the row from which the weights are valid, see Note [Mixture].
+#
+# With replica groups a step has a fixed number of microbatches, which are dealt to the replicas that live, see `Deal`.
+# The position is then known after whole steps, once the replicas have exchanged how far each has read: `exchange`.
+
+
+class Deal(NamedTuple):
+    """The microbatches of a step that this replica takes: of `total` those numbered `replica`, `replica + living`, ...,
+    `replica` being its index among the replicas that live."""
+
+    replica: int = 0
+    living: int = 1
+    total: int = 1
+
+    @property
+    def own(self) -> int:
+        """The number of microbatches of this replica."""
+        return len(range(self.replica, self.total, self.living))
+
+    def number(self, batch: int) -> int:
+        """Return the number, over all steps and replicas, of this replica's microbatch `batch`."""
+        step, nth = divmod(batch, self.own)
+        return step * self.total + self.replica + nth * self.living
 
 
 class DataLoader:
-    """Iterate over this rank's microbatches: batch m has rows m*n*B + rank*B to m*n*B + (rank+1)*B - 1 for n ranks.
+    """Iterate over this rank's microbatches: number m has rows m*n*B + rank*B to m*n*B + (rank+1)*B - 1 for n ranks.
+
+    Without replica groups a rank takes the numbers 0, 1, 2, ...; `num_microbatches` is how many a step has.
 
     Never ends. After the last of its `epochs`, if they are not 0, a lane's rows have no targets; the corpus has ended
     after `num_lanes` consecutive rows of the global sequence without any. With `multiple`, rows have whole documents,
@@ -50,6 +74,7 @@ class DataLoader:
         dp_rank: int,
         dp_degree: int,
         seed: int,
+        num_microbatches: int = 1,
         epochs: int = 0,
         num_workers: int = 0,
         multiple: int | None = None,
@@ -60,6 +85,7 @@ class DataLoader:
         packing = Packing(seq_len, epochs, multiple is not None, alone, too_long)
         lane = functools.partial(open_lane, self._mixture, tokenizer, packing)
         rows = _Rows(self._mixture, lane, multiple or seq_len, local_batch_size, dp_rank, dp_degree)
+        rows.deal = Deal(total=num_microbatches)
         self._rows = rows
         self.source_names = self._mixture.names
         self._targets = torch.zeros(len(self.source_names), dtype=torch.int64)
@@ -82,7 +108,8 @@ class DataLoader:
         self._iterator: Iterator[tuple[Batch, list[Cursor], Counts] | UserError] | None = None
         self._ahead: deque[tuple[Batch, list[Cursor], Counts]] = deque()
         self._counted = Counts()  # of all ranks when the position was loaded
-        self._counts = Counts()  # of this rank since
+        self._counts = Counts()  # of this rank since, and what the other replicas' same ranks have told
+        self._not_told = Counts()  # of this rank since the last exchange
         self._batches = 0  # taken since the start, or since load_state_dict
         self._first_row, self._origin, self._cursors = rows.start()
 
@@ -91,7 +118,7 @@ class DataLoader:
 
     def __next__(self) -> Batch:
         batch, cursors, counts = self._ahead.popleft() if self._ahead else self._read()
-        rows = self._rows.row_numbers(self._first_row, self._batches)
+        rows = self._rows.row_numbers(self._first_row, self.deal.number(self._batches))
         places = [self._mixture.place(row, self._origin) for row in rows]
         for place, cursor in zip(places, cursors, strict=True):
             self._cursors[place.lane] = cursor
@@ -100,7 +127,39 @@ class DataLoader:
             self._targets.index_add_(0, torch.tensor([place.source for place in places]), targets_B)
         self._batches += 1
         self._counts += counts
+        self._not_told += counts
         return batch
+
+    @property
+    def deal(self) -> Deal:
+        """The microbatches of a step that this replica takes. A new deal is set before a position is loaded."""
+        return self._rows.deal
+
+    @deal.setter
+    def deal(self, deal: Deal) -> None:
+        self._rows.deal = deal
+
+    def exchange(self, own: list[int], gather: Callable[[list[int]], list[list[int]]]) -> list[int]:
+        """Exchange with the same rank of the other replicas, after a step's microbatches, how far each has read.
+
+        Args:
+            own: counts of this rank's microbatches.
+            gather: returns every living replica's list for this one's; of itself alone if the exchange failed.
+
+        Returns:
+            the sums of `own` over the replicas.
+        """
+        sums = [*own, *self._not_told, *self._targets.tolist()]
+        cursors = [number for cursor in self._cursors for number in cursor]
+        told = gather(sums + cursors)
+        first, last = len(own), len(own) + len(self._not_told)
+        total = [sum(numbers) for numbers in zip(*(each[: len(sums)] for each in told), strict=True)]
+        self._counts += Counts(*(a - b for a, b in zip(total[first:last], self._not_told, strict=True)))
+        self._not_told = Counts()
+        self._targets.copy_(torch.tensor(total[last:]))
+        lanes = [max(cursors) for cursors in zip(*(_cursors(each[len(sums) :]) for each in told), strict=True)]
+        self._cursors = lanes
+        return total[:first]
 
     def read_ahead(self, num_batches: int) -> list[Batch]:
         """Return the next batches of `__next__`, without changing the position. See Note [Position]."""
@@ -130,7 +189,10 @@ class DataLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's part of the position after the batches taken; `merge_states` completes it."""
-        taken = self._first_row + self._batches * self._rows.global_batch_size
+        deal = self.deal
+        steps, rest = divmod(self._batches, deal.own)
+        assert deal.living == 1 or not rest, "with replicas the position is known after whole steps"
+        taken = self._first_row + (steps * deal.total + rest) * self._rows.global_batch_size
         state = {**self._identity, "rows": taken, "lanes": [list(cursor) for cursor in self._cursors]}
         state |= {"counted": list(self._counted), "counts": list(self._counts)}
         if len(self.source_names) > 1:
@@ -175,10 +237,15 @@ class DataLoader:
         """Return to the position that was loaded last, or to the beginning; the next batch is the first from there."""
         self._iterator = None
         self._ahead.clear()
-        self._batches, self._counts = 0, Counts()
+        self._batches, self._counts, self._not_told = 0, Counts(), Counts()
         self._targets.zero_()
         self._first_row, self._origin, self._cursors = self._rows.start()
         return self
+
+
+def _cursors(numbers: list[int]) -> list[Cursor]:
+    size = len(Cursor._fields)
+    return [Cursor(*numbers[i : i + size]) for i in range(0, len(numbers), size)]
 
 
 def _short(value: Any) -> str:
@@ -248,6 +315,15 @@ class _Rows(IterableDataset):
         # In shared memory, for persistent workers: they see where a new iteration starts.
         self._start = torch.zeros(1 + mixture.num_lanes, len(Cursor._fields), dtype=torch.int64).share_memory_()
         self._origin = torch.zeros(1 + len(mixture.names), dtype=torch.int64).share_memory_()
+        self._deal = torch.tensor(Deal()).share_memory_()
+
+    @property
+    def deal(self) -> Deal:
+        return Deal(*self._deal.tolist())
+
+    @deal.setter
+    def deal(self, deal: Deal) -> None:
+        self._deal.copy_(torch.tensor(deal))
 
     def start(self) -> tuple[int, Origin, list[Cursor]]:
         """Return the number of rows of all ranks before the first batch, the mixture's origin, and the cursors."""
@@ -259,9 +335,10 @@ class _Rows(IterableDataset):
         self._start.copy_(torch.tensor([[rows, 0, 0, 0], *cursors]))
         self._origin.copy_(torch.tensor([origin.row, *origin.given]))
 
-    def row_numbers(self, first_row: int, batch: int) -> range:
-        """Return the rows of the global sequence in this rank's batch; `first_row` is all ranks' first."""
-        first = first_row + batch * self.global_batch_size + self._dp_rank * self._local_batch_size
+    def row_numbers(self, first_row: int, number: int) -> range:
+        """Return the rows of the global sequence in this rank's part of a microbatch; `first_row` is all ranks' first
+        of number 0."""
+        first = first_row + number * self.global_batch_size + self._dp_rank * self._local_batch_size
         return range(first, first + self._local_batch_size)
 
     def __iter__(self) -> Iterator[tuple[Batch, list[Cursor], Counts] | UserError]:
@@ -274,10 +351,11 @@ class _Rows(IterableDataset):
         worker = get_worker_info()
         batch, stride = (worker.id, worker.num_workers) if worker else (0, 1)
         first_row, origin, cursors = self.start()  # once: it may be changed while workers still prefetch
+        deal = self.deal
         lanes: dict[int, Lane] = {}
         while True:
             rows, behind, longest, counts = [], [], 1, Counts()
-            for row in self.row_numbers(first_row, batch):
+            for row in self.row_numbers(first_row, deal.number(batch)):
                 _, number, row_in_lane = self._mixture.place(row, origin)
                 if number not in lanes:
                     lanes[number] = self._open_lane(number, cursors[number])

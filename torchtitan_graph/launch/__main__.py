@@ -60,9 +60,15 @@ def _main(words: list[str]) -> int:
         if config.comm.mode == "fake_backend":
             os.environ["NGPU"] = str(_num_ranks())
             os.execv(sys.executable, [sys.executable, "-m", "torchtitan_graph.train", *options])
+        table = config.fault_tolerance
+        has_all_groups = not torchrun and table.enable and table.replica is None
         if not torchrun:
-            check(config, _num_ranks())
-            _shown_ranks(_num_ranks())
+            check(config, _num_ranks(table.replicas if has_all_groups else 1))
+            _shown_ranks(_num_ranks(table.replicas if has_all_groups else 1))
+        if has_all_groups:
+            from torchtitan_graph.launch import replicas
+
+            return replicas.run(config, options, _num_ranks(table.replicas))
     except OSError as error:
         if not is_transient(error):
             raise
@@ -280,13 +286,13 @@ def _is_child(pid: int) -> bool:
         return False
 
 
-def _num_ranks() -> int:
-    """Return the number of processes to start here: NGPU, else the number of GPUs, else 2."""
+def _num_ranks(groups: int = 1) -> int:
+    """Return the number of processes to start here for each replica group: NGPU, else its share of the GPUs, else 2."""
     if (given := ranks_asked_for()) is not None:
         return given
     import torch
 
-    return torch.cuda.device_count() or 2
+    return torch.cuda.device_count() // groups or 2
 
 
 def _shown_ranks(num_ranks: int) -> str:

@@ -46,6 +46,9 @@ TAGS = {
     "slowest_busy_s": "ranks/slowest_busy_s",
     "slowest_data_s": "ranks/slowest_data_s",
     "median_busy_s": "ranks/median_busy_s",
+    "replicas": "replicas/living",
+    "redone_steps": "replicas/redone_steps",
+    "heal_s": "replicas/heal_s",
 }
 
 
@@ -167,6 +170,7 @@ class Metrics:
         tokens_by_source: dict[str, int] | None = None,
         skipped_steps: int | None = None,
         roll_backs: int | None = None,
+        replicas: Mapping[str, float] | None = None,
     ) -> None:
         """Stop the clock, check for outliers, and log if the step is due.
 
@@ -183,6 +187,8 @@ class Metrics:
             tokens_by_source: all ranks' targets of each corpus of a mixture.
             skipped_steps: how many were skipped since the run's beginning, where steps that leap are.
             roll_backs: how often the run had gone back before this step, where it may.
+            replicas: the replicas that live, the steps done anew and the seconds of healing so far, where there are
+                replica groups.
         """
         self.loss = loss
         self._num_steps += 1
@@ -202,6 +208,7 @@ class Metrics:
             self._record_end["skipped_steps"] = skipped_steps
         if roll_backs is not None:
             self._record_end["roll_backs"] = roll_backs
+        self._record_end |= replicas or {}
         if tokens_by_source:
             self._record_end["tokens_by_source"] = tokens_by_source
         if self.rank == 0:

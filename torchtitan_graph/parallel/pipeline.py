@@ -292,8 +292,10 @@ class Pipeline:
         tied: Tensor | None,
         layout: Layout,
         device: torch.device,
+        fewer: Mapping[int, Schedule] = MappingProxyType({}),
     ) -> None:
-        self.schedule, self.layout = schedule, layout
+        """Bind the stages' graphs. `fewer`: other schedules of the same stages, by the number of microbatches."""
+        self.schedule, self.fewer, self.layout = schedule, fewer, layout
         self.stages = {number: Stage(graph, model, model) for number, graph in graphs.items()}
         self.num_stages, self.rank = len(schedule.stages), layout.rank(PP)
         self._ends = schedule.rank_of[0], schedule.rank_of[-1]
@@ -311,11 +313,12 @@ class Pipeline:
         rank's stages."""
         for stage in self.stages.values():
             stage.begin()
-        messages = _Messages(self.schedule.rank_of, self.layout, self._device)
+        schedule = self.fewer.get(len(microbatches), self.schedule)
+        messages = _Messages(schedule.rank_of, self.layout, self._device)
         num_left = dict.fromkeys(self.stages, len(microbatches))
-        together = {*self.schedule.pairs.values()}
+        together = {*schedule.pairs.values()}
         through: list[Stage] = []  # stages after their last backward: sends to other ranks go before their reductions
-        for action in self.schedule.actions[self.rank]:
+        for action in schedule.actions[self.rank]:
             (kind, number, i), stage = action, self.stages[action.stage]
             if kind in COMPUTING:
                 _reduce(through)
@@ -325,8 +328,8 @@ class Pipeline:
             if kind.startswith("RECV"):
                 messages.receive(kind[-1], number, i, number - step, stage.graph.passed)
             x = messages.take("F", number, i) if kind == "F" and number else None
-            if action in self.schedule.pairs:
-                _, other, j = self.schedule.pairs[action]
+            if action in schedule.pairs:
+                _, other, j = schedule.pairs[action]
                 dy = messages.take("B", other, j) if other < self.num_stages - 1 else None
                 place = list(self.stages).index(other)
                 y, dx = stage.forward_beside(i, microbatches[i], x, place, self.stages[other], j, dy)

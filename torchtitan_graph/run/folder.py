@@ -2,13 +2,15 @@
 
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
+from torchtitan_graph import stop
 from torchtitan_graph.checkpoint.folder import CHECKPOINTS, CONFIG
 from torchtitan_graph.checkpoint.remote import Remote, using
-from torchtitan_graph.config import JobConfig, dump_toml
+from torchtitan_graph.config import JobConfig, dump_toml, run_folder
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
 from torchtitan_graph.parallel.agree import files_group, on_rank_0
@@ -17,18 +19,18 @@ from torchtitan_graph.run.drift import check_drift
 from torchtitan_graph.run.failure import release_reserve, reserve
 from torchtitan_graph.run.hang import TRACES
 from torchtitan_graph.run.lock import Lock
-from torchtitan_graph.run.status import FAILED, HEARTBEAT_S, Status
+from torchtitan_graph.run.status import FAILED, HEARTBEAT_S, Status, is_starting
 from torchtitan_graph.small_files import BadFile, read_small, write_text
 
 
 class RunFolder:
-    """The lock on `job.dump_folder`, with heartbeat and status; every rank constructs one, rank 0's does the work.
+    """The lock on the run's folder, with heartbeat and status; every rank constructs one, rank 0's does the work.
 
     Raises UserError if another run holds the folder, or the run in it has another model, tokenizer or data.
     """
 
     def __init__(self, config: JobConfig) -> None:
-        self.path = Path(config.job.dump_folder)
+        self.path, self._checkpoints = run_folder(config), Path(config.job.dump_folder) / CHECKPOINTS
         self.status: Status | None = None
         on_rank_0(lambda: retry_io(lambda: self._open(config)), files_group())
 
@@ -55,7 +57,7 @@ class RunFolder:
     def _compare(self, config: JobConfig, file: Path) -> None:
         """Compare the configuration with those that the run saved, in its folder and at its remote address."""
         table, compared = config.checkpoint, None
-        if file.exists() and any((self.path / CHECKPOINTS).glob("step-*")):
+        if file.exists() and any(self._checkpoints.glob("step-*")):
             try:
                 compared = read_small(file)
             except BadFile as error:
@@ -100,6 +102,19 @@ class RunFolder:
         """Record the step after which training resumes."""
         if self.status:
             self.status.resume(step)
+
+    def wait_for_replicas(self, most_s: float) -> None:
+        """Wait for the job's other replica groups that are starting, so that those that start together train together;
+        all ranks together."""
+        on_rank_0(lambda: self._wait_for_replicas(most_s), files_group())
+
+    def _wait_for_replicas(self, most_s: float) -> None:
+        if self.status is not None:
+            self.status.write()  # the others wait for this one
+        until = time.monotonic() + most_s
+        others = [path for path in self.path.parent.glob("replica_*") if path.name != self.path.name]
+        while any(map(is_starting, others)) and time.monotonic() < until and not stop.received():
+            time.sleep(0.2)
 
     def done(self, step: int, loss: float | None) -> None:
         """Record a finished step and its loss."""

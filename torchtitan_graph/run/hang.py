@@ -38,17 +38,24 @@ class HangWatch:
     def __init__(self, config: job.Comm, dump_folder: Path, rank: int) -> None:
         self._config = config
         self._path = dump_folder / TRACES / f"rank_{rank}_stacks.txt"
-        self._file = STDERR
+        self._file, self._seconds = STDERR, config.init_timeout_seconds
 
     @contextmanager
     def watch(self, first: bool) -> Iterator[None]:
         """Watch one step, the `first` with the longer timeout."""
-        seconds = self._config.init_timeout_seconds if first else self._config.train_timeout_seconds
-        faulthandler.dump_traceback_later(seconds, file=self._file)
+        self._seconds = self._config.init_timeout_seconds if first else self._config.train_timeout_seconds
+        faulthandler.dump_traceback_later(self._seconds, file=self._file)
         try:
             yield
         finally:
             faulthandler.cancel_dump_traceback_later()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Do not watch inside the context, which may wait for other replicas."""
+        faulthandler.cancel_dump_traceback_later()
+        yield
+        faulthandler.dump_traceback_later(self._seconds, file=self._file)
 
     def __enter__(self) -> "HangWatch":
         # Non-blocking, should it be a FIFO.

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from torchtitan_graph import stop
 from torchtitan_graph.run.files import read_record, write_json
@@ -19,7 +19,8 @@ HEARTBEAT_S = 10
 # Categories of time. They add up to the time from the run's first start to its last heartbeat: steps that stayed, work
 # lost with a process and done again, start-up, checkpoints, validation, no process while the same job restarts, and no
 # process since nobody had started one.
-TIMES = ("useful", "lost", "startup", "checkpoint", "validation", "restarting", "idle")
+STARTUP = "startup"
+TIMES = ("useful", "lost", STARTUP, "checkpoint", "validation", "restarting", "idle")
 
 MAX_REASON = 500  # characters: the file fits into a block, and can be overwritten on a full disk
 
@@ -33,6 +34,22 @@ class Written(Identity):
     restarts: Count
     time: Seconds
     seconds: dict[str, Seconds]
+
+
+class Activity(TypedDict):
+    """Fields of status.json that tell what a run is doing; an earlier release's has not all of them."""
+
+    state: str
+    activity: str
+    time: Seconds
+
+
+def is_starting(folder: Path) -> bool:
+    """Return whether a run in a folder is alive and has not begun to train."""
+    status = read_record(folder / NAME, Activity)
+    if status is None or status["state"] != RUNNING or status["activity"] != STARTUP:
+        return False
+    return time.time() - status["time"] < 3 * HEARTBEAT_S
 
 
 def read_status(folder: Path) -> Written | None:
@@ -56,10 +73,11 @@ class Status:
         if before:
             self._count_gap(before)
         self._before = before
-        self._activity, self._since = "startup", stop.START
+        self._activity, self._since = STARTUP, stop.START
         self._first_step, self._first_at = 0, stop.START
         self._content: dict[str, Any] = {
             "state": RUNNING,
+            "activity": self._activity,
             "reason": "",
             "step": before["step"] if before else 0,
             "total_steps": total_steps,
@@ -113,6 +131,7 @@ class Status:
             now, left = time.time(), self._seconds_left() if state == RUNNING else None
             self._content |= {
                 "state": state,
+                "activity": self._activity,
                 "reason": reason if len(reason) <= MAX_REASON else reason[:MAX_REASON] + "...",
                 "time": now,
                 "time_utc": datetime.fromtimestamp(now, timezone.utc).isoformat(" ", "seconds"),

@@ -11,7 +11,7 @@ from torchtitan_graph.steps.build import Steps, bind_graphs, build_steps
 from torchtitan_graph.steps.check import check_reference, check_steps
 from torchtitan_graph.steps.cuts import check_own_step
 from torchtitan_graph.steps.graphs import Graphs, Traced, build_graphs, rewrite_steps, trace_steps
-from torchtitan_graph.steps.options import StepOptions, rows_per_microbatch, step_options
+from torchtitan_graph.steps.options import StepOptions, num_replicas, rows_per_microbatch, step_options
 from torchtitan_graph.steps.scoring import Scoring, build_scoring
 from torchtitan_graph.steps.update import EagerUpdate, GraphUpdate, Update
 
@@ -32,6 +32,7 @@ __all__ = [
     "check_own_step",
     "check_reference",
     "check_steps",
+    "num_replicas",
     "rewrite_steps",
     "rows_per_microbatch",
     "step_options",

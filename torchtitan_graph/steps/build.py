@@ -202,7 +202,8 @@ def bind_graphs(graphs: Graphs, assembly: Assembly) -> Steps:
         assert options.pipeline is not None
         shared = model.tok_embeddings.weight if model.config.tied and model.tok_embeddings is not None else None
         tied = shared if shared is not None and shared.requires_grad else None
-        step = Pipeline(options.pipeline, graphs.train, model, tied, layout, options.target.device)
+        device = options.target.device
+        step = Pipeline(options.pipeline, graphs.train, model, tied, layout, device, options.fewer)
     else:
         accumulates = options.num_microbatches > 1
         step = bind_train_step(graphs.train, model, new, accumulates, whole(model, assembly.loss))

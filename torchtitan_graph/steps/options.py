@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from torchtitan_graph.compiler import Extra, Look
-from torchtitan_graph.config import JobConfig, job
+from torchtitan_graph.config import JobConfig, job, run_folder
 from torchtitan_graph.config.own import find_own_function, find_own_step
 from torchtitan_graph.device import CudaRecorder, Recorders, Target
 from torchtitan_graph.errors import UserError
@@ -70,6 +70,7 @@ class StepOptions:
     seed             of the numbers for verifying passes
     mtp_weight       weight of the loss of the layers that predict more tokens
     pipeline         the schedule of its stages, where there are any
+    fewer            schedules of fewer microbatches, by their number, where replicas that live divide them
     exchange         how tokens are exchanged for experts, besides by machine or not
     once             the parameters that a whole model's step gathers, and whose gradients it reduces, once: NONE,
                      EXPERTS, ALL, or AUTO: as memory allows
@@ -113,6 +114,7 @@ class StepOptions:
     seed: int = 0
     mtp_weight: float = 0.3
     pipeline: Schedule | None = None
+    fewer: Mapping[int, Schedule] = dataclasses.field(default_factory=dict)
     exchange: Exchange = Exchange()
     once: str = NONE
     pairs: bool | str = False
@@ -167,7 +169,7 @@ def step_options(config: JobConfig, model: Decoder, num_microbatches: int, targe
             multiply in float8, or a pass of the user's that can't be run.
     """
     training, validation, moe = config.training, config.validation, config.moe
-    checkpoint, graphs = config.activation_checkpoint, Path(config.job.dump_folder, "graphs")
+    checkpoint, graphs = config.activation_checkpoint, run_folder(config) / "graphs"
     if not any(hasattr(m, "auxiliary_loss") for m in model.modules()) and (moe.load_balance_loss or moe.router_z_loss):
         what = "has no experts"
         if model.conversion is not None:
@@ -217,10 +219,11 @@ def step_options(config: JobConfig, model: Decoder, num_microbatches: int, targe
         offload=_offload(config, model, pipeline, target),
         cpu_offload=_cpu_offload(config, target),
         pipeline=pipeline,
+        fewer=_fewer(config, model, num_microbatches) if pipeline is not None else {},
         exchange=Exchange(
             exact=config.parallelism.exchange_sums == "exact", float8=config.parallelism.exchange_dtype == "float8"
         ),
-        **_shared(config, num_microbatches),
+        **_shared(config, num_microbatches // num_replicas(config)),
         recorders=_recorders(config, target),
         float8=plan_float8(config, model, target),
         fused=_fused(config),
@@ -318,6 +321,27 @@ def _shared(config: JobConfig, num_microbatches: int) -> dict[str, Any]:
     if num_microbatches == 1:
         return {}
     return {"once": once, "pairs": pairs}
+
+
+def _fewer(config: JobConfig, model: Decoder, num_microbatches: int) -> dict[int, Schedule]:
+    """Return the schedules of what a replica takes while several live."""
+    living = range(2, num_replicas(config) + 1)
+    numbers = {len(range(place, num_microbatches, n)) for n in living for place in range(n)}
+    found = {}
+    for number in sorted(numbers):
+        try:
+            found[number] = _pipeline(config, model, number)
+        except UserError as error:
+            raise UserError(
+                f"fault_tolerance.replicas = {num_replicas(config)}: of a step's {num_microbatches} microbatches a"
+                f" replica takes {number} while some live: {error}"
+            ) from error
+    return {number: schedule for number, schedule in found.items() if schedule is not None}
+
+
+def num_replicas(config: JobConfig) -> int:
+    """Return the number of replica groups of a job."""
+    return config.fault_tolerance.replicas if config.fault_tolerance.enable else 1
 
 
 def _pipeline(config: JobConfig, model: Decoder, num_microbatches: int) -> Schedule | None:

@@ -24,7 +24,8 @@ def values(option: Option) -> st.SearchStrategy:
         int: st.integers(int(low), int(high)),
         float: st.floats(low, option.maximum or option.below or 1e300, exclude_max=option.below is not None),
         str: st.sampled_from(
-            option.choices or [x for x in ("2", "op", "a.b", "2026-01-31") if re.fullmatch(option.pattern, x)]
+            option.choices
+            or [x for x in ("2", "op", "a.b", "2026-01-31", "http://a:1") if re.fullmatch(option.pattern, x)]
         )
         if option.choices or option.pattern
         else TEXT,

@@ -74,9 +74,10 @@ def test_a_value_of_another_type_is_not_harmless(value: Any, tmp_path: Path) -> 
 
 
 def test_flags_without_a_value() -> None:
-    assert findings(["--fault_tolerance.no-enable", "--checkpoint.no-enable"]) == []
+    assert findings(["--memory_estimation.no-enable", "--checkpoint.no-enable"]) == []
     assert (
-        "fault_tolerance.enable = 'true': not built" in findings(["--fault_tolerance.enable", "--debug.seed", "1"])[0]
+        "memory_estimation.enable = 'true': not built"
+        in findings(["--memory_estimation.enable", "--debug.seed", "1"])[0]
     )
     assert "only true-or-false options" in findings(["--parallelism.no-pipeline_parallel_degree"])[0]
 

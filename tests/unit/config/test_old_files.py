@@ -122,7 +122,7 @@ def test_what_is_not_built_is_refused_by_name_all_at_once() -> None:
     assert sorted(line.split(": ")[1].split(" = ")[0] for line in lines) == [
         "checkpoint.create_seed_checkpoint",
         "comm.mode",
-        "fault_tolerance.enable",
+        "fault_tolerance.semi_sync_method",
     ]
 
 

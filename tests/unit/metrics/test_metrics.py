@@ -322,7 +322,8 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 def test_tensorboard_has_every_number(tmp_path: Path) -> None:
     with build(tmp_path, options={"enable_tensorboard": True}) as logs:
-        run(logs, 1, 4, skipped_steps=1, roll_backs=1)
+        numbers = {"replicas": 2, "redone_steps": 1, "heal_s": 0.5}
+        run(logs, 1, 4, skipped_steps=1, roll_backs=1, replicas=numbers)
         logs.log_validation(4, {"validation_loss": 3.0})
     found = scalars(tmp_path / "tb")
     assert found["train/loss"] == [(1, 1.5), (4, 1.5)]

@@ -1,0 +1,335 @@
+"""Kill ranks, replica groups and the lighthouse of a job at random, and compare what it computed with a run without
+replica groups that nothing has happened to:
+
+    python tests/attacks/replicas.py [--kills 100] [--layout "FSDP 2"] [--replicas 3] [--seed 0]
+
+Some kills come at a random time, others at a named moment of a step, which a process draws when it starts. A group that
+loses a rank is killed whole, as torchrun does, and started again; so is the lighthouse. Each group writes of every step
+that counts when it was done, its numbers, and a digest of all its state.
+"""
+
+import argparse
+import collections
+import functools
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+if __name__ == "__main__":
+    sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "e2e")]
+
+from runs import TINY, Forks, start
+
+EXPERTS = ["--model.name", "my_models.experts"]
+LAYOUTS = {
+    "1": (1, []),
+    "FSDP 2": (2, []),
+    "TP 2": (2, ["--parallelism.tensor_parallel_degree", "2"]),
+    "PP 2": (2, ["--parallelism.pipeline_parallel_degree", "2", "--parallelism.pipeline_parallel_schedule", "1F1B"]),
+    "EP 2": (2, [*EXPERTS, "--parallelism.expert_parallel_degree", "2"]),
+}
+MOMENTS = ("join", "gather", "train", "sum", "commit", "clip", "give", "recv_checkpoint", "_write")
+BASE = ["--training.mixed_precision_param", "float32", "--training.local_batch_size", "2", "--training.seq_len", "32"]
+BASE += ["--validation.no-enable", "--checkpoint.interval", "10", "--checkpoint.async_mode", "async"]
+BASE += ["--checkpoint.keep_latest_k", "3", "--checkpoint.no-last_save_model_only"]
+LOG = "steps.jsonl"
+SAME_S = 300.0  # without a new step the run hangs
+
+
+class Death(NamedTuple):
+    """A moment at which a rank kills itself: before the `nth` call of a function, on one rank."""
+
+    moment: str
+    nth: int
+    rank: int
+
+
+def patch(pace: float, death: Death | None) -> None:
+    """In a rank of a run: wait in each step, write what it computed, and die at a moment."""
+    import torch
+
+    from torchtitan_graph.capture.state import local_part
+    from torchtitan_graph.checkpoint import tensors_of
+    from torchtitan_graph.checkpoint.save import Saver
+    from torchtitan_graph.config.job import run_folder
+    from torchtitan_graph.replicas.replicas import Replicas
+    from torchtitan_graph.replicas.transport import Transport
+    from torchtitan_graph.run import folder
+    from torchtitan_graph.steps import EagerUpdate, Steps
+    from torchtitan_graph.trainer import Trainer
+
+    folder.HEARTBEAT_S = 1  # type: ignore[attr-defined]
+    train_step, rank = Trainer.train_step, int(os.environ.get("RANK", "0"))
+
+    def step_and_tell(self: Trainer, metrics: Any) -> bool:
+        trained = train_step(self, metrics)
+        if trained:
+            sums = hashlib.sha256()
+            for name, x in sorted(tensors_of(self.model, self.optimizer).items()):
+                sums.update(
+                    name.encode() + local_part(x).detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+                )
+            record = {"step": self.step, "t": time.time(), "digest": sums.hexdigest()[:16], "loss": metrics.loss}
+            record |= {"tokens": self.tokens_seen, "rows": self.train_data.state_dict()["rows"]}
+            record["living"] = len(self.replicas.living) if self.replicas else 0
+            with (run_folder(self.config) / f"{LOG}.{rank}").open("a") as file:
+                file.write(json.dumps(record) + "\n")
+        return trained
+
+    Trainer.train_step = step_and_tell  # type: ignore[method-assign]
+    train = Steps.train
+
+    def train_slowly(*given: Any) -> Any:
+        time.sleep(pace)
+        return train(*given)
+
+    Steps.train = train_slowly  # type: ignore[method-assign]
+    if death is None or death.rank != rank:
+        return
+    holders = (Replicas, Steps, EagerUpdate, Transport, Saver)
+    holder = next(cls for cls in holders if hasattr(cls, death.moment)) if death.moment != "give" else Trainer
+    name = "_own_state" if death.moment == "give" else death.moment
+    function, calls = getattr(holder, name), iter(range(death.nth))
+
+    def die_or_go_on(*given: Any, **named: Any) -> Any:
+        if next(calls, None) is None:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return function(*given, **named)
+
+    setattr(holder, name, die_or_go_on)
+
+
+def _lighthouse(words: list[str]) -> int:
+    from torchtitan_graph.launch.lighthouse import main
+
+    return main(words)
+
+
+class Storm:
+    """A job of replica groups, some of whose processes are killed."""
+
+    def __init__(self, folder: Path, layout: str, replicas: int, steps: int, pace: float, rng: random.Random) -> None:
+        self.folder, self.rng, self.pace = folder, rng, pace
+        self.ranks, options = LAYOUTS[layout]
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            address = f"http://127.0.0.1:{free.getsockname()[1]}"
+        self.options = [*BASE, *options, "--training.steps", str(steps), *rows(layout, replicas, self.ranks)]
+        self.options += ["--job.dump_folder", str(folder), "--compile.mode", "eager", "--fault_tolerance.enable"]
+        self.options += ["--fault_tolerance.replicas", str(replicas), "--fault_tolerance.lighthouse", address]
+        self.options += ["--fault_tolerance.heartbeat_timeout_seconds", "2", "--fault_tolerance.timeout_seconds", "20"]
+        self.lighthouse = self._start_lighthouse()
+        self.groups = {number: self._start(number, None) for number in range(replicas)}
+        self.codes: dict[int, list[int]] = {number: [] for number in range(replicas)}
+        self.deaths: list[tuple[float, str]] = []
+
+    def _start_lighthouse(self) -> Forks:
+        run = Forks("--job.config_file", TINY, *self.options)
+        run.fork(_lighthouse, None, {})
+        return run
+
+    def _start(self, number: int, death: Death | None) -> Forks:
+        words = [*self.options, "--fault_tolerance.replica", str(number)]
+        return start(*words, ranks=self.ranks, patch=functools.partial(patch, self.pace, death))
+
+    def drawn_death(self) -> Death:
+        moment = self.rng.choice(MOMENTS)
+        nth = self.rng.randint(0, 3) if moment in ("give", "recv_checkpoint", "_write") else self.rng.randint(1, 40)
+        return Death(moment, nth, self.rng.randrange(self.ranks))
+
+    def kill(self) -> None:
+        """Kill something that runs: a rank, a group, all ranks of the job, or the lighthouse."""
+        what = self.rng.choice(
+            ["rank"] * 4 + ["group"] * 3 + ["lighthouse"] + ["two groups"] + ["all"] * (not self.rng.randrange(4))
+        )
+        running = [number for number, group in self.groups.items() if any(p.is_alive() for p in group.processes)]
+        if not running:
+            return
+        self.deaths.append((time.time(), what))
+        if what == "lighthouse":
+            self.lighthouse.kill()
+        elif what == "rank":
+            self.rng.choice(self.groups[self.rng.choice(running)].processes).kill()
+        else:
+            number = {"group": 1, "two groups": 2, "all": len(running)}[what]
+            for each in self.rng.sample(running, min(number, len(running))):
+                self.groups[each].kill()
+
+    def run(self, kills: int, every_s: float, moments: float) -> None:
+        """Run to the end, with so many kills on the way."""
+        left, next_kill, moved, reached = kills, time.monotonic() + 5 + every_s, time.monotonic(), 0
+        while True:
+            time.sleep(0.1)
+            if not any(p.is_alive() for p in self.lighthouse.processes):
+                time.sleep(self.rng.random() * 2)
+                self.lighthouse = self._start_lighthouse()
+            for number, group in list(self.groups.items()):
+                codes = [process.exitcode for process in group.processes]
+                if any(codes) or (None not in codes and codes[0] != 0):
+                    if not all(code in (None, 0, -signal.SIGKILL) for code in codes):
+                        self.codes[number].append(next(c for c in codes if c not in (None, 0, -signal.SIGKILL)))
+                    if len(self.deaths) < kills and (-signal.SIGKILL in codes) and self._own_death(number, codes):
+                        self.deaths.append((time.time(), f"moment {self.drawn[number].moment}"))
+                    group.kill()
+                    (self.folder / f"output.{number}").open("a").write(group.output())
+                    death = self.drawn_death() if left > 0 and self.rng.random() < moments else None
+                    self.drawn[number] = death
+                    self.groups[number] = self._start(number, death)
+            if all(p.exitcode == 0 for group in self.groups.values() for p in group.processes):
+                break
+            if any(all(p.exitcode == 0 for p in group.processes) for group in self.groups.values()):
+                left = 0  # the run is through
+            if left > 0 and time.monotonic() > next_kill:
+                self.kill()
+                left -= 1
+                next_kill = time.monotonic() + every_s * 2 * self.rng.random()
+            step = max((max(found, default=0) for found in map(self.steps, self.groups)), default=0)
+            if step > reached:
+                reached, moved = step, time.monotonic()
+            if time.monotonic() > moved + SAME_S:
+                raise TimeoutError(f"no step after {reached}")
+        for number, group in self.groups.items():
+            (self.folder / f"output.{number}").open("a").write(group.output())
+        self.lighthouse.kill()
+
+    drawn: dict[int, Death | None] = {}
+
+    def _own_death(self, number: int, codes: list[int | None]) -> bool:
+        death = self.drawn.get(number)
+        return death is not None and codes[death.rank] == -signal.SIGKILL
+
+    def steps(self, number: int, rank: int = 0) -> dict[int, dict[str, Any]]:
+        """Return what a group's rank wrote of each step; of one that it did twice, the last."""
+        return read(self.folder / f"replica_{number}", rank)
+
+
+def read(folder: Path, rank: int) -> dict[int, dict[str, Any]]:
+    path = folder / f"{LOG}.{rank}"
+    lines = path.read_text().splitlines() if path.exists() else []
+    found = {}
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except ValueError:  # cut by a kill
+            continue
+        found[record["step"]] = record
+    return found
+
+
+def rows(layout: str, replicas: int, ranks: int) -> list[str]:
+    """Return the options of the rows of a step: two microbatches a replica in a pipeline, else one."""
+    groups_of_rows = replicas * (ranks if layout in ("FSDP 2", "EP 2") else 1)
+    pipeline = ["--parallelism.pipeline_parallel_microbatch_size", "1"] if layout == "PP 2" else []
+    return ["--training.global_batch_size", str(2 * groups_of_rows), *pipeline]
+
+
+def reference(folder: Path, layout: str, replicas: int, steps: int) -> list[dict[int, dict[str, Any]]]:
+    """Do the run without replica groups, by HSDP; return each rank's steps."""
+    ranks, options = LAYOUTS[layout]
+    words = [*BASE, *options, *rows(layout, replicas, ranks), "--training.steps", str(steps), "--compile.mode", "eager"]
+    words += ["--job.dump_folder", str(folder), "--parallelism.data_parallel_replicate_degree", str(replicas)]
+    result = start(*words, ranks=ranks * replicas, patch=functools.partial(patch, 0.0, None)).finish()
+    assert result.code == 0, result.output
+    return [read(folder, rank) for rank in range(ranks * replicas)]
+
+
+def compare(storm: Storm, hsdp: list[dict[int, dict[str, Any]]], steps: int) -> dict[str, Any]:
+    """Check that every step was done, that all replicas have the same bits, and how far they are from HSDP's."""
+    found: dict[str, Any] = collections.Counter()
+    worst = 0.0
+    every = {number: [storm.steps(number, rank) for rank in range(storm.ranks)] for number in storm.groups}
+    done = set().union(*(each[0] for each in every.values()))
+    assert done == set(range(1, steps + 1)), f"steps {sorted(set(range(1, steps + 1)) - done)} are missing"
+    for rank in range(storm.ranks):
+        for step in range(1, steps + 1):
+            here = [each[rank][step] for each in every.values() if step in each[rank]]
+            if not here:
+                continue  # the last rank that did it was killed before it wrote
+            found["rank-steps"] += len(here)
+            found["equal among replicas"] += len(here) * (len({record["digest"] for record in here}) == 1)
+            found["equal to HSDP"] += sum(record["digest"] == hsdp[rank][step]["digest"] for record in here)
+            for record in here:
+                assert record["tokens"] == hsdp[rank][step]["tokens"], (step, record, hsdp[rank][step])
+                assert record["rows"] == hsdp[rank][step]["rows"], (step, record, hsdp[rank][step])
+                worst = max(worst, abs(record["loss"] / hsdp[rank][step]["loss"] - 1))
+        last = [each[rank][steps]["digest"] for each in every.values() if steps in each[rank]]
+        found["equal at the end"] += len(set(last)) == 1
+    return {**found, "worst loss": worst}
+
+
+def delays(storm: Storm) -> list[float]:
+    """Return for each kill the longest time without a step of any group, while one of them lived."""
+    times = sorted(record["t"] for number in storm.groups for record in storm.steps(number).values())
+    found = []
+    for at, _ in storm.deaths:
+        around = [t for t in times if at - 1 <= t <= at + 30]
+        gaps = [b - a for a, b in zip(around, around[1:], strict=False) if b > at]
+        if gaps:
+            found.append(max(gaps))
+    return found
+
+
+def attack(
+    kills: int, layout: str, replicas: int, seed: int, folder: Path, per_run: int, steps: int, pace: float
+) -> None:
+    rng = random.Random(seed)
+    hsdp = reference(folder / "hsdp", layout, replicas, steps)
+    total: collections.Counter[str] = collections.Counter()
+    kinds: collections.Counter[str] = collections.Counter()
+    waits: list[float] = []
+    worst, number = 0.0, 0
+    while sum(kinds.values()) < kills or not number:
+        number += 1
+        place = folder / f"run-{number}"
+        storm = Storm(place, layout, replicas, steps, pace, rng)
+        storm.drawn = {}
+        try:
+            storm.run(min(per_run, kills - sum(kinds.values())), every_s=4.0, moments=0.4)
+            found = compare(storm, hsdp, steps)
+        except BaseException:
+            for each, group in storm.groups.items():
+                (place / f"output.{each}").open("a").write(group.output())
+                group.kill()
+            storm.lighthouse.kill()
+            print(f"run {number}: {place}", flush=True)
+            raise
+        worst = max(worst, found.pop("worst loss"))
+        total.update(found)
+        kinds.update(what for _, what in storm.deaths)
+        waits += delays(storm)
+        others = {n: codes for n, codes in storm.codes.items() if codes}
+        print(f"run {number}: {len(storm.deaths)} kills, {found}, other exit codes {others}", flush=True)
+        shutil.rmtree(place)
+    print(f"{layout}, {replicas} replicas: {dict(kinds)}; {dict(total)}; worst loss {worst:.1e}")
+    if len(waits) > 2:
+        tenths = statistics.quantiles(waits, n=10)
+        print(
+            f"seconds without a step: median {tenths[4]:.1f}, 90 % {tenths[8]:.1f}, most {max(waits):.1f}", flush=True
+        )
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    for name, default in {
+        "kills": 20,
+        "layout": "FSDP 2",
+        "replicas": 3,
+        "seed": 0,
+        "per_run": 8,
+        "steps": 200,
+    }.items():
+        parser.add_argument(f"--{name}", type=type(default), default=default)
+    parser.add_argument("--pace", type=float, default=0.15)
+    parser.add_argument("--folder", type=Path, default=None)
+    given = vars(parser.parse_args())
+    given["folder"] = given["folder"] or Path(tempfile.mkdtemp())
+    attack(**given)

@@ -1,0 +1,151 @@
+"""All replica groups of a job on this machine, and their lighthouse: a launcher for each, started again when it dies.
+
+Each group's output is in replica_N/output.log in the dump folder; that of the first is shown too.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+from torchtitan_graph.config import JobConfig
+from torchtitan_graph.config.fault_tolerance import check_package
+from torchtitan_graph.log import logger
+from torchtitan_graph.parallel.join import LOOPBACK
+from torchtitan_graph.run.failure import FAULT, FINAL
+from torchtitan_graph.run.status import FINISHED, read_status
+
+OUTPUT = "output.log"
+MOST_FRUITLESS = 3  # starts of a group in a row that did no step
+OTHERS_END_S = 120.0  # for the other groups to end by themselves, once one has finished the run
+
+
+class _Child:
+    """A process that is started again when it dies, while `again` says so."""
+
+    def __init__(self, name: str, words: Sequence[str], env: dict[str, str]) -> None:
+        self.name, self._words, self._env = name, words, env
+        self.start()
+
+    def start(self, output: BinaryIO | None = None) -> None:
+        self.process = subprocess.Popen(self._words, env=self._env, stdout=output, stderr=output)
+        self.began = time.time()
+
+
+class Group(_Child):
+    """A replica group's launcher."""
+
+    def __init__(self, number: int, config: JobConfig, options: Sequence[str], env: dict[str, str]) -> None:
+        self.folder = Path(config.job.dump_folder) / f"replica_{number}"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.number, self.fruitless, self.reached = number, 0, 0
+        words = [sys.executable, "-m", "torchtitan_graph.launch", *options, f"--fault_tolerance.replica={number}"]
+        super().__init__(f"replica {number}", words, env)
+
+    def start(self, output: BinaryIO | None = None) -> None:
+        """Start the launcher, with its output to a file, and to here if it is the first group's."""
+        with (self.folder / OUTPUT).open("ab") as file:
+            if self.number:
+                return super().start(file)
+        self.process = subprocess.Popen(self._words, env=self._env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        threading.Thread(target=self._copy, args=(self.process.stdout,), daemon=True).start()
+
+    def _copy(self, pipe: BinaryIO) -> None:
+        with (self.folder / OUTPUT).open("ab", buffering=0) as file:
+            for line in pipe:
+                file.write(line)
+                sys.stderr.buffer.write(line)
+                sys.stderr.buffer.flush()
+
+    def is_fruitless(self) -> bool:
+        """Return whether too many starts in a row did no step."""
+        status = read_status(self.folder)
+        step = status["step"] if status else 0
+        self.fruitless, self.reached = (0 if step > self.reached else self.fruitless + 1), max(step, self.reached)
+        return self.fruitless >= MOST_FRUITLESS
+
+
+def run(config: JobConfig, options: Sequence[str], num_ranks: int) -> int:
+    """Run all groups with `num_ranks` ranks each, and return the exit code: 0, or that of the first that failed."""
+    check_package()
+    table = config.fault_tolerance
+    lighthouse = f"http://{LOOPBACK}:{_free_port()}"
+    options = [*options, f"--fault_tolerance.lighthouse={lighthouse}"]
+    env = {**os.environ, "NGPU": str(num_ranks)}
+    words = [sys.executable, "-m", "torchtitan_graph.launch.lighthouse", *options]
+    signals: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, lambda received, _: signals.append(received))
+    server = _Child("the lighthouse", words, env)
+    groups = [Group(number, config, options, env | _gpus(number, num_ranks)) for number in range(table.replicas)]
+    try:
+        return _watch(server, groups, signals)
+    finally:
+        for child in (*groups, server):
+            if child.process.poll() is None:
+                child.process.terminate()
+        for child in (*groups, server):
+            child.process.wait()
+
+
+def _watch(server: _Child, groups: list[Group], signals: list[int]) -> int:
+    running, codes, passed_on, finished = list(groups), [], 0, 0.0
+    while running:
+        time.sleep(0.1)
+        for number in signals[passed_on:]:
+            passed_on += 1
+            for group in running:
+                group.process.send_signal(number)
+        if server.process.poll() is not None and not signals:
+            logger.warning("the lighthouse died, and is started again")
+            server.start()
+        for group in [group for group in running if group.process.poll() is not None]:
+            code = group.process.returncode
+            code = 128 - code if code < 0 else code
+            if code == 0 or code in FINAL or signals or finished or group.is_fruitless():
+                running.remove(group)
+                codes.append(code)
+                finished = finished or (time.monotonic() if _has_finished(group) else 0.0)
+                if code:
+                    logger.error(f"{group.name} ended with exit code {code}; see {group.folder / OUTPUT}")
+            else:
+                logger.warning(f"{group.name} ended with exit code {code}, and is started again")
+                group.start()
+        if finished and time.monotonic() > finished + OTHERS_END_S:
+            for group in running:
+                group.process.terminate()
+            finished = time.monotonic()
+    if finished or not codes:
+        return 0
+    if signals and not any(codes):
+        return 0
+    return next((code for code in codes if code), FAULT)
+
+
+def _has_finished(group: Group) -> bool:
+    status = read_status(group.folder)
+    return status is not None and status["state"] == FINISHED
+
+
+def _gpus(group: int, num_ranks: int) -> dict[str, str]:
+    """Return the variable that gives a group its GPUs, where there are any."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return {}
+    there = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
+    mine = there.split(",")[group * num_ranks : (group + 1) * num_ranks]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(mine)}
+
+
+def _free_port() -> int:
+    with socket.create_server((LOOPBACK, 0)) as free:
+        return int(free.getsockname()[1])

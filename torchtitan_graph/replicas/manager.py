@@ -1,0 +1,126 @@
+"""torchft's manager and its process groups, set up as this package needs them; private names of torchft are here alone.
+
+torchft 0.2.0: the manager's server listens on every address, a gloo group has several threads (see
+`one_thread_per_gloo_group`) and the interface of the host's name, and a step fills about ten lines of the log.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+os.environ.setdefault("RUST_LOG", "error")  # read when torchft is imported
+
+import torch
+import torch.distributed as dist
+import torchft.manager
+from torchft import Manager, ProcessGroupGloo, ProcessGroupNCCL
+
+from torchtitan_graph.replicas.transport import Transport
+
+for _name in ("torchft", "torchft_quorums", "torchft_commits", "torchft_errors"):
+    logging.getLogger(_name).setLevel(logging.CRITICAL)  # what matters is logged by `Replicas`
+
+
+class _KnowsMembers:
+    """Of a group that is made anew for each quorum: the numbers of the replicas in it."""
+
+    members: tuple[int, ...] = ()
+
+    def configure(self, *arguments: Any) -> None:
+        *_, rank_in_group, group_size, global_ranks = arguments
+        self.members = tuple(rank // group_size for rank in global_ranks)
+        super().configure(*arguments)  # type: ignore[misc]
+
+
+class GlooOverReplicas(_KnowsMembers, ProcessGroupGloo):
+    """A gloo group on one address, with one thread."""
+
+    def __init__(self, host: str, timeout: timedelta) -> None:
+        super().__init__(timeout)
+        self._host = host
+
+    def _create_pg(self, store: dist.Store, rank: int, world_size: int) -> dist.ProcessGroup:
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()
+        options._devices = [gloo.create_device(hostname=self._host)]
+        options._threads = 1
+        options._timeout = self._timeout
+        backend = gloo(store, rank, world_size, options)
+        backend._set_sequence_number_for_group()
+        group = dist.ProcessGroup(store, rank, world_size)
+        group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+        return group
+
+
+class NCCLOverReplicas(_KnowsMembers, ProcessGroupNCCL):
+    """An NCCL group."""
+
+
+def group_over_replicas(device: torch.device, host: str, timeout: timedelta) -> GlooOverReplicas | NCCLOverReplicas:
+    """Return the group of the same rank of all replicas that live, made anew for each quorum."""
+    return NCCLOverReplicas(timeout) if device.type == "cuda" else GlooOverReplicas(host, timeout)
+
+
+def new_manager(
+    group: GlooOverReplicas | NCCLOverReplicas,
+    transport: Transport,
+    take: Callable[[Any], None],
+    give: Callable[[], Any],
+    *,
+    replica_id: int,
+    min_replicas: int,
+    lighthouse: str,
+    host: str,
+    store: tuple[str, int],
+    timeout: timedelta,
+    connect_timeout: timedelta,
+) -> Manager:
+    """Return a manager; all ranks of the replica group call this together. Its heartbeats begin here.
+
+    Its quorum is synchronous, for who lives has to be known before a step's rows are dealt, and all replicas make the
+    same first parameters.
+    """
+    with _server_on(host):
+        return Manager(
+            group,
+            take,
+            give,
+            min_replica_size=min_replicas,
+            use_async_quorum=False,
+            init_sync=False,
+            timeout=timeout,
+            quorum_timeout=timeout,
+            connect_timeout=connect_timeout,
+            rank=dist.get_rank(),
+            world_size=dist.get_world_size(),
+            store_addr=store[0],
+            store_port=store[1],
+            lighthouse_addr=lighthouse,
+            replica_id=f"{replica_id:06d}",  # torchft orders replicas by these as texts
+            hostname=host,
+            checkpoint_transport=transport,
+        )
+
+
+def forget_quorum(manager: Manager) -> None:
+    """Forget a quorum that has failed: the next one would raise its error again."""
+    manager._quorum_future = None
+
+
+@contextlib.contextmanager
+def _server_on(host: str) -> Iterator[None]:
+    """Have the manager's server listen on one address; torchft has no argument for that."""
+    start = torchft.manager.ManagerServer
+
+    def start_there(**given: Any) -> Any:
+        return start(**{**given, "bind": f"{host}:0"})
+
+    with mock.patch.object(torchft.manager, "ManagerServer", start_there):
+        yield

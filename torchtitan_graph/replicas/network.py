@@ -1,0 +1,42 @@
+"""The secret of a job's replica groups, and the address on which its members listen."""
+
+import contextlib
+import os
+import secrets
+import socket
+import urllib.parse
+from pathlib import Path
+
+from torchtitan_graph.errors import UserError
+from torchtitan_graph.small_files import read_text
+
+TOKEN = "replicas.token"
+
+
+def job_token(folder: Path) -> str:
+    """Return the secret of the job in `folder`, from a file there that only its user can read; the first that asks
+    makes it. Raises UserError if others could read it."""
+    path = folder / TOKEN
+    folder.mkdir(parents=True, exist_ok=True)
+    if not path.exists():
+        tmp = path.with_name(f"{TOKEN}.{socket.gethostname()}.{os.getpid()}")
+        tmp.unlink(missing_ok=True)
+        with os.fdopen(os.open(tmp, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
+            file.write(secrets.token_hex(32))
+        with contextlib.suppress(FileExistsError):
+            os.link(tmp, path)
+        tmp.unlink()
+    if path.stat().st_mode & 0o077:
+        raise UserError(f"{path} can be read by others, and holds the secret of this job's replicas: delete it")
+    return read_text(path).strip()
+
+
+def address_towards(lighthouse: str) -> str:
+    """Return this machine's address on the way to the lighthouse: loopback, if the lighthouse is there."""
+    parts = urllib.parse.urlsplit(lighthouse)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((parts.hostname, parts.port))  # sends nothing
+        except OSError as error:
+            raise UserError(f"fault_tolerance.lighthouse = {lighthouse!r}: no way to that host ({error})") from error
+        return str(probe.getsockname()[0])

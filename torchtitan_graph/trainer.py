@@ -176,7 +176,7 @@ class Trainer:
         expected = forecast(assembly, graphs, self.config.optimizer)
         logger.info("\n".join(["this rank:", *expected.lines()]))
         check_fits(expected, self.blueprint.forecast_with)
-        self.planned = f"planned {expected.in_all / devices.GIB:.3f} GiB{expected.unknown}; "
+        self.planned = f"planned {expected.in_all / devices.GIB:.3f} GiB{expected.unknown}, "
         if self.config.compile.record_call_hierarchy and self.config.metrics.enable_tensorboard:
             self.scope_table = "\n".join(step_table(assembly, graphs))
         return bind_graphs(graphs, assembly)
@@ -214,6 +214,7 @@ class Trainer:
             first = self.step + 1
             last = self._is_over()
             run.resume(self.step)
+            run.planned = self.planned
             if self.replicas is not None:
                 run.wait_for_replicas(config.fault_tolerance.join_timeout_seconds)
             while not last:
@@ -261,11 +262,6 @@ class Trainer:
             if last and (self.replicas is None or self.replicas.saves):
                 with run.during("checkpoint"), self._average_in_place():
                     self._export(replaces=self.step >= first)
-            if self.step >= first:
-                of = "reserved by the allocator" if self.device.type == "cuda" else "of the whole process"
-                logger.info(
-                    f"peak memory of this rank: {self.planned}measured {devices.peak_memory_gib():.3f} GiB, {of}"
-                )
 
     def train_step(self, metrics: Metrics) -> bool:
         """Run an optimizer step: batches -> loss, gradients -> clip -> optimizer; return False at the data's end."""

@@ -37,7 +37,7 @@ def test_metrics_have_the_promised_keys(reference: tuple[Path, Result]) -> None:
 
 def test_a_run_ends_with_the_memory_that_was_planned_and_measured(reference: tuple[Path, Result]) -> None:
     output = reference[1].output
-    line = r"peak memory of this rank: planned (\S+) GiB; measured (\S+) GiB, of the whole process"
+    line = r"goodput .*; peak memory of rank 0: planned (\S+) GiB, measured (\S+) GiB of the whole process"
     planned, of_process = re.findall(line, output)[0]
     assert re.search(rf"  in all +{planned} GiB", output), "as the run said at its start"
     assert float(of_process) > float(planned) > 0

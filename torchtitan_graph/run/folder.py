@@ -11,6 +11,7 @@ from torchtitan_graph import stop
 from torchtitan_graph.checkpoint.folder import CHECKPOINTS, CONFIG
 from torchtitan_graph.checkpoint.remote import Remote, using
 from torchtitan_graph.config import JobConfig, dump_toml, run_folder
+from torchtitan_graph.device import device_type, peak_memory_gib
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
 from torchtitan_graph.parallel.agree import files_group, on_rank_0
@@ -32,6 +33,7 @@ class RunFolder:
     def __init__(self, config: JobConfig) -> None:
         self.path, self._checkpoints = run_folder(config), Path(config.job.dump_folder) / CHECKPOINTS
         self.status: Status | None = None
+        self.planned = ""  # the forecast of rank 0's peak memory, in words, for the line at the end
         on_rank_0(lambda: retry_io(lambda: self._open(config)), files_group())
 
     def _open(self, config: JobConfig) -> None:
@@ -122,7 +124,7 @@ class RunFolder:
             self.status.done(step, loss)
 
     def close(self, state: str, reason: str = "") -> None:
-        """Write the last status, and release the folder; an error is a warning."""
+        """Write the last status, log where time and memory went, and release the folder; an error is a warning."""
         if self.status is None:
             return
         self._stop_heart()
@@ -132,7 +134,9 @@ class RunFolder:
         except OSError as error:
             logger.warning(f"that this run is {state} is not written to {self.path}: {error}")
         if self.status.has_steps:
-            (logger.warning if state == FAILED else logger.info)(self.status.goodput())
+            of = "reserved by the allocator" if device_type() == "cuda" else "of the whole process"
+            peak = f"peak memory of rank 0: {self.planned}measured {peak_memory_gib():.3f} GiB {of}"
+            (logger.warning if state == FAILED else logger.info)(f"{self.status.goodput()}; {peak}")
         self.status = None
         with suppress(OSError):  # traces of a hung step are in it, or it is not there
             (self.path / TRACES).rmdir()

@@ -155,10 +155,10 @@ class Status:
         return bool(self._content["step"] > self._first_step)
 
     def goodput(self) -> str:
-        """Return a line with the shares of the run's time by category."""
+        """Return the share of the run's time that was useful, and what the rest went into, in words."""
         total = sum(self._seconds.values()) or 1.0
         rest = ", ".join(f"{name} {self._seconds[name] / total:.1%}" for name in TIMES[1:])
-        return f"goodput {self._seconds['useful'] / total:.1%} of {total:,.0f} s; {rest}"
+        return f"goodput {self._seconds['useful'] / total:.1%} of {total:,.0f} s ({rest})"
 
     def _count(self, next_activity: str) -> None:
         now = time.time()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -43,16 +44,21 @@ def run_in(folder: Path) -> RunFolder:
     return RunFolder(load(["--job.dump_folder", str(folder)]))
 
 
-@pytest.mark.parametrize("steps", [0, 3])
-def test_shares_of_the_time_are_logged_of_a_run_that_has_trained(
-    steps: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("steps", "state", "level"), [(0, FINISHED, None), (3, FINISHED, "INFO"), (3, FAILED, "WARNING")]
+)
+def test_one_line_says_where_time_and_memory_went_of_a_run_that_has_trained(
+    steps: int, state: str, level: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = run_in(tmp_path)
+    run.planned = "planned 0.250 GiB, "
     if steps:
         run.done(steps, 5.0)
     with caplog.at_level("INFO", logger.name):
-        run.close(FINISHED)
-    assert ("goodput" in caplog.text) == (steps > 0)
+        run.close(state)
+    assert [record.levelname for record in caplog.records] == ([level] if level else [])
+    line = r"goodput .*% of .* s \(lost .*, startup .*\); peak memory of rank 0: planned 0.250 GiB, measured \S+ GiB of"
+    assert not level or re.search(line, caplog.text)
 
 
 def test_a_run_that_ends_leaves_its_status_alone(tmp_path: Path) -> None:

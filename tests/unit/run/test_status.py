@@ -55,7 +55,8 @@ def test_every_second_is_counted_once(tmp_path: Path, monkeypatch: pytest.Monkey
     }  # fmt: skip
     assert (status["state"], status["reason"], status["step"], status["restarts"]) == ("stopped", "SIGUSR1", 10, 1)
     assert second.goodput() == (
-        "goodput 44.7% of 94 s; lost 19.1%, startup 9.6%, checkpoint 3.2%, validation 2.1%, restarting 0.0%, idle 21.3%"
+        "goodput 44.7% of 94 s "
+        "(lost 19.1%, startup 9.6%, checkpoint 3.2%, validation 2.1%, restarting 0.0%, idle 21.3%)"
     )
 
 

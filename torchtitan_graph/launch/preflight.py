@@ -4,15 +4,27 @@
     torchrun --nproc-per-node=8 -m torchtitan_graph.launch.preflight DUMP_FOLDER
 
 One process per GPU, or per CPU node; under srun with MASTER_ADDR and MASTER_PORT set. Every process checks its device,
-the shared folder, its clock and its code, and reports to rank 0 through a store; a node that does not report is bad
-too. Then they all communicate. Exit code 5 if a node is bad.
+the shared folder, its clock and its code, the first of a node also what NVIDIA's tools say of its GPUs, and reports to
+rank 0 through a store; a node that does not report is bad too. Then they all communicate. Exit code 5 if a node is bad.
+
+Note [Slow links]
+A link is slow only against the others: what is usual differs from cluster to cluster. Each is measured REPEATS times,
+and its time is the median, so that a message that met others does not count. The usual time u is the median over all
+links (the lower one of two: with four nodes, one of them bad, half of the links are slow). Times differ without any
+fault, by the spread s: that of the links' times around u, or if that is larger, the one that a median of REPEATS has by
+a link's repetitions alone; both from median absolute deviations, scaled to a normal distribution's standard deviation.
+A link is slow above u (1 + LEAST_SLOWER) and u + DEVIATIONS s. A slow node makes its neighbour's link slow as well, but
+not its neighbour's other one: nodes form a ring, so that each GPU has two links, and one is bad if both are slow. It
+takes four nodes: of the three links of three nodes a bad node slows two, and they are the median.
 """
 
 import contextlib
 import datetime
 import hashlib
 import json
+import math
 import os
+import shutil
 import statistics
 import sys
 import time
@@ -27,6 +39,7 @@ import torchtitan_graph
 from torchtitan_graph import device as devices
 from torchtitan_graph.config.check import check_environment
 from torchtitan_graph.errors import UserError
+from torchtitan_graph.launch.gpu_health import read_gpus
 from torchtitan_graph.log import init_logging, logger
 from torchtitan_graph.parallel.join import connect, meet
 from torchtitan_graph.run.failure import BAD_NODE, CONFIGURATION, write_bad_node
@@ -37,7 +50,7 @@ from torchtitan_graph.small_files import BadFile, read_text, write_text
 REPORT_WITHIN_S = 30.0  # after rank 0 has started: Python and torch may come from a slow file system
 COMMUNICATE_WITHIN_S = 15.0
 CLOCK_DIFFERENCE_S = 10.0
-SLOW_FACTOR = 4  # a link slower than the median by this factor is bad
+REPEATS, DEVIATIONS, LEAST_SLOWER, LEAST_NODES = 7, 4, 0.2, 4  # See Note [Slow links].
 MEBIBYTES = 64 if devices.device_type() == "cuda" else 16
 
 Problems = dict[str, list[str]]  # by node
@@ -69,6 +82,8 @@ def main() -> int:
         _answer_for_clock(store, rank)
         return _follow(store, rank, world_size)
     reports, problems = _collect(store, world_size)
+    for why, those in not_read(reports).items():
+        logger.info(f"not read on {len(those)} node{'s' * (len(those) > 1)}, {those[0]} for one: {why}")
     problems = merge(problems, judge(folder, reports), _compare_clocks(store, reports))
     store.set("verdict", json.dumps(problems))
     if not problems:
@@ -98,7 +113,14 @@ def report(folder: Path, rank: int) -> dict[str, Any]:
         write_text(folder / f".preflight-{rank}", found["node"])
     except OSError as error:
         found["problems"].append(f"it can't write to {folder}: {error}")
-    return found | {"code": code_digest(), "torch": torch.__version__, "python": sys.version.split()[0]}
+    found |= {"links": {}, "not_read": []}
+    is_first = os.environ.get("LOCAL_RANK", "0") == "0"
+    if is_first and (devices.device_type() == "cuda" or shutil.which("nvidia-smi")):
+        health = read_gpus()
+        found["problems"] += health.problems
+        found |= {"links": health.links, "not_read": health.not_read}
+    versions = {"torch": torch.__version__, "python": sys.version.split()[0]}
+    return found | {"code": code_digest(), "device": devices.device_type(), **versions}
 
 
 def code_digest() -> str:
@@ -113,13 +135,20 @@ def code_digest() -> str:
 def judge(folder: Path, reports: dict[int, dict[str, Any]]) -> Problems:
     """Return the problems of the nodes by their reports: their own findings, and differences from the majority."""
     problems: Problems = {}
-    for name in ("code", "torch", "python"):
+    for name in ("code", "device", "torch", "python"):
         usual = Counter(report[name] for report in reports.values()).most_common(1)[0][0]
         for each in reports.values():
             if each[name] != usual:
                 problems.setdefault(each["node"], []).append(f"its {name} is {each[name]}, elsewhere {usual}")
+    counts = Counter(number for each in reports.values() for number in each["links"].values())
+    usual_links = max(counts, key=lambda number: (counts[number], number), default=0)
     for rank, each in reports.items():
         problems.setdefault(each["node"], []).extend(each["problems"])
+        problems[each["node"]] += [
+            f"GPU {gpu}: {number} of its NVLinks are active, usual are {usual_links}; look at the fabric manager's log"
+            for gpu, number in each["links"].items()
+            if number < usual_links
+        ]
         mark = folder / f".preflight-{rank}"
         if _read(mark) == each["node"]:
             mark.unlink()
@@ -141,22 +170,51 @@ def merge(*parts: Problems) -> Problems:
     return {node: [problem for part in parts for problem in part.get(node, [])] for node in nodes}
 
 
-def slow_nodes(nodes: list[str], seconds: dict[tuple[int, int], float]) -> Problems:
-    """Return the nodes all of whose links are slow, by the seconds of each pair of ranks.
+def not_read(reports: dict[int, dict[str, Any]]) -> dict[str, list[str]]:
+    """Return the nodes on which a tool told nothing, by what it was and why."""
+    nodes: dict[str, list[str]] = {}
+    for each in reports.values():
+        if each["not_read"]:
+            nodes.setdefault(", ".join(each["not_read"]), []).append(each["node"])
+    return nodes
 
-    A slow node makes its neighbour's link slow as well, but not its neighbour's other one.
+
+def ring(num_nodes: int) -> list[list[tuple[int, int]]]:
+    """Return the links of a ring of nodes, in turns in which each node has one at most."""
+    links = [(node, (node + 1) % num_nodes) for node in range(num_nodes)][
+        : num_nodes if num_nodes > 2 else num_nodes - 1
+    ]
+    turns = [links[: num_nodes // 2 * 2 : 2], links[1::2], links[num_nodes - 1 :] if num_nodes % 2 else []]
+    return [turn for turn in turns if turn]
+
+
+def slow_nodes(nodes: list[str], seconds: dict[tuple[int, int], list[float]]) -> Problems:
+    """Return the nodes of the ranks all of whose links are slow, by the seconds of each pair of ranks, several times.
+
+    See Note [Slow links].
     """
-    usual = statistics.median_low(seconds.values())
-    links: dict[str, list[float]] = {}
-    for pair, taken in seconds.items():
+    times = {pair: statistics.median(each) for pair, each in seconds.items()}
+    usual = statistics.median_low(times.values())
+    of_repeats = statistics.median(abs(s - times[pair]) for pair, each in seconds.items() for s in each)
+    of_repeats *= math.sqrt(math.pi / 2 / REPEATS)  # of their median
+    of_links = statistics.median_low([abs(taken - usual) for taken in times.values()])
+    slow = max(usual * (1 + LEAST_SLOWER), usual + DEVIATIONS * 1.4826 * max(of_repeats, of_links))
+    fastest: dict[int, float] = {}
+    for pair, taken in times.items():
         for rank in pair:
-            links.setdefault(nodes[rank], []).append(taken)
-    gib = MEBIBYTES / 1024
-    return {
-        node: [f"it sends {gib / min(taken):.2f} GiB/s, usual is {gib / usual:.2f}"]
-        for node, taken in links.items()
-        if min(taken) > SLOW_FACTOR * usual
-    }
+            fastest[rank] = min(taken, fastest.get(rank, math.inf))
+    problems: Problems = {}
+    for rank, taken in fastest.items():
+        if taken > slow:
+            problems.setdefault(nodes[rank], []).append(
+                f"rank {rank} sends {_rate(taken)} over the faster one of its links; the median of all {len(times)} is"
+                f" {_rate(usual)}, and below {_rate(slow)} is slow"
+            )
+    return problems
+
+
+def _rate(seconds: float) -> str:
+    return f"{MEBIBYTES / 1024 / seconds:.2f} GiB/s"
 
 
 def _join(rank: int) -> dist.TCPStore | None:
@@ -229,7 +287,7 @@ def _follow(store: dist.TCPStore, rank: int, world_size: int) -> int:
 
 
 def _communicate(store: dist.TCPStore, rank: int, world_size: int, nodes: list[str]) -> Problems:
-    """All-reduce over all, and send to the neighbour's GPU of the same number, in two turns; return the slow nodes."""
+    """All-reduce over all, and send to the neighbours' GPUs of the same number; return the slow nodes."""
     if devices.device_type() == "cuda":
         torch.cuda.set_device(devices.device())
     try:
@@ -249,11 +307,20 @@ def _communicate(store: dist.TCPStore, rank: int, world_size: int, nodes: list[s
         logger.error(f"the all-reduce failed; ranks that finished it: {done or 'none'}: {error}")
         return {nodes[r]: ["it did not finish an all-reduce"] for r in range(1, world_size) if r not in done}
     dist.destroy_process_group()
-    return slow_nodes(nodes, seconds) if rank == 0 and seconds else {}
+    if rank or not seconds:
+        return {}
+    if (number := len(set(nodes))) < LEAST_NODES:
+        times = [statistics.median(each) for each in seconds.values()]
+        logger.info(
+            f"links between the {number} nodes: {_rate(max(times))} to {_rate(min(times))}; whether one is slow is not"
+            f" judged, which takes {LEAST_NODES} nodes"
+        )
+        return {}
+    return slow_nodes(nodes, seconds)
 
 
-def _measure(rank: int, world_size: int) -> dict[tuple[int, int], float]:
-    """Return the seconds of each pair of neighbours."""
+def _measure(rank: int, world_size: int) -> dict[tuple[int, int], list[float]]:
+    """Return the seconds of each pair of neighbours, several times."""
     data = torch.ones(MEBIBYTES * 2**18, device=devices.device())
     for measured in (False, True):  # the first time connects
         begin = time.perf_counter()
@@ -267,15 +334,15 @@ def _measure(rank: int, world_size: int) -> dict[tuple[int, int], float]:
             logger.info(f"all-reduce of {MEBIBYTES} MiB over {world_size} ranks: {rate:.2f} GiB/s per rank")
         data.fill_(1)
     stride = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("SLURM_NTASKS_PER_NODE", "1")))
-    own: dict[tuple[int, int], float] = {}
-    for turn in (0, 1):
-        position = rank // stride
-        low = position - (position + turn) % 2  # pairs (0, 1), (2, 3), ...; then (1, 2), (3, 4), ...
-        other = rank + stride if low == position else rank - stride
+    position, own = rank // stride, dict[tuple[int, int], list[float]]()
+    for turn in ring(world_size // stride):
         meet()
-        if low < 0 or not 0 <= other < world_size:
+        neighbours = [sum(pair) - position for pair in turn if position in pair]
+        if not neighbours:
             continue
-        for _ in range(2):
+        other = rank + (neighbours[0] - position) * stride
+        times = []
+        for _ in range(1 + REPEATS):
             begin = time.perf_counter()
             if rank < other:
                 dist.send(data, other)
@@ -284,7 +351,8 @@ def _measure(rank: int, world_size: int) -> dict[tuple[int, int], float]:
                 dist.recv(data, other)
                 dist.send(data, other)
             data[0].item()
-            own[min(rank, other), max(rank, other)] = (time.perf_counter() - begin) / 2
+            times.append((time.perf_counter() - begin) / 2)
+        own[min(rank, other), max(rank, other)] = times[1:]  # the first time connects
     everyone: list[Any] = [None] * world_size
     dist.all_gather_object(everyone, own)
     return {pair: taken for part in everyone for pair, taken in part.items()}

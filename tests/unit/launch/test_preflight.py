@@ -1,7 +1,9 @@
 """The preflight names the bad node, and no other."""
 
 import json
+import math
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -11,16 +13,19 @@ from pathlib import Path
 import pytest
 
 from torchtitan_graph.launch import preflight
-from torchtitan_graph.launch.preflight import judge, merge, slow_nodes
+from torchtitan_graph.launch.preflight import judge, merge, not_read, ring, slow_nodes
 
-WELL = {"code": "abc", "torch": "2.13.0", "python": "3.11.2", "problems": []}
+WELL = {"code": "abc", "device": "cuda", "torch": "2.13.0", "python": "3.11.2"}
 
 
 def reports(folder: Path, *nodes: str) -> dict[int, dict]:
     """Return the reports of well nodes, a process on each."""
     for rank, node in enumerate(nodes):
         (folder / f".preflight-{rank}").write_text(node)
-    return {rank: {**WELL, "node": node, "rank": rank, "problems": []} for rank, node in enumerate(nodes)}
+    return {
+        rank: {**WELL, "node": node, "rank": rank, "problems": [], "links": {}, "not_read": []}
+        for rank, node in enumerate(nodes)
+    }
 
 
 @pytest.mark.parametrize("words", [[], ["--help"], ["a", "b"], ["/dev/null/x"], ["x" * 300]])
@@ -59,11 +64,81 @@ def test_a_mark_that_is_no_file_is_not_read(tmp_path: Path) -> None:
     assert preflight.report(tmp_path, 1)["problems"] == []  # it is replaced
 
 
-def test_slow_node_is_named_and_its_neighbours_are_not() -> None:
-    nodes = ["a", "b", "c", "d", "e"]
-    seconds = {(0, 1): 1.0, (2, 3): 9.0, (1, 2): 9.0, (3, 4): 1.1}
-    assert list(slow_nodes(nodes, seconds)) == ["c"]
-    assert slow_nodes(nodes, dict.fromkeys(seconds, 9.0)) == {}
+def test_gpu_with_fewer_links_than_the_others_is_named(tmp_path: Path) -> None:
+    found = reports(tmp_path, "a", "b")
+    found[0]["links"] = {"0": 18, "1": 18}
+    found[1]["links"] = {"0": 18, "1": 17}
+    (problem,) = judge(tmp_path, found)["b"]
+    assert problem.startswith("GPU 1: 17 of its NVLinks are active, usual are 18")
+    bridged = reports(tmp_path, "a", "b")
+    for each in bridged.values():
+        each["links"] = {"0": 12, "1": 12}  # bridges leave six of them free
+    assert judge(tmp_path, bridged) == {}
+
+
+def test_what_was_not_read_is_told_once_for_all_nodes(tmp_path: Path) -> None:
+    found = reports(tmp_path, "a", "b", "c")
+    for rank in (0, 2):
+        found[rank]["not_read"] = ["dcgmi diag (not installed)"]
+    assert not_read(found) == {"dcgmi diag (not installed)": ["a", "c"]}
+    assert judge(tmp_path, found) == {}
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 4, 5, 8])
+def test_a_node_has_two_neighbours_and_one_of_them_at_a_time(number: int) -> None:
+    turns = ring(number)
+    links = [frozenset(pair) for turn in turns for pair in turn]
+    assert len({*links}) == len(links) == (number if number > 2 else number - 1)
+    assert all(len({*sum(turn, ())}) == 2 * len(turn) for turn in turns)
+    assert number < 3 or all(sum(node in link for link in links) == 2 for node in range(number))
+
+
+NODES, RAILS = 16, 8
+
+
+def measured(dice: random.Random, rates: dict[int, float], noise: float = 0.04) -> dict[tuple[int, int], list[float]]:
+    """Return seconds of the links of 16 nodes with eight GPUs each, whose ranks have these shares of the usual rate.
+
+    Links differ by 3 %, repetitions of one by `noise`; every twentieth meets other messages and takes up to three times
+    as long.
+    """
+    seconds = {}
+    for node, other in [pair for turn in ring(NODES) for pair in turn]:
+        for rail in range(RAILS):
+            one, two = node * RAILS + rail, other * RAILS + rail
+            usual = 0.01 * math.exp(dice.gauss(0, 0.03)) / min(rates.get(one, 1), rates.get(two, 1))
+            seconds[one, two] = [
+                usual * math.exp(dice.gauss(0, noise)) * (dice.uniform(1, 3) if dice.random() < 0.05 else 1)
+                for _ in range(preflight.REPEATS)
+            ]
+    return seconds
+
+
+def blamed(jobs: int, rates: dict[int, float], noise: float = 0.04) -> list[list[str]]:
+    """Return the nodes that are called slow, of jobs with random measurements."""
+    dice, nodes = random.Random(0), [f"n{rank // RAILS}" for rank in range(NODES * RAILS)]
+    return [[*slow_nodes(nodes, measured(dice, rates, noise))] for _ in range(jobs)]
+
+
+def test_of_links_that_differ_by_chance_none_is_called_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    for noise in (0.01, 0.04, 0.15):
+        assert blamed(50, {}, noise) == [[]] * 50
+    monkeypatch.setattr(preflight, "DEVIATIONS", 0)  # Negative control: what the spread is there for.
+    monkeypatch.setattr(preflight, "LEAST_SLOWER", 0)
+    assert any(blamed(5, {}, 0.15))
+
+
+def test_a_gpu_at_70_percent_of_the_usual_rate_is_found() -> None:
+    assert blamed(50, {3 * RAILS + 5: 0.7}) == [["n3"]] * 50, "one of the eight"
+    assert blamed(50, dict.fromkeys(range(3 * RAILS, 4 * RAILS), 0.7)) == [["n3"]] * 50, "all of a node"
+    assert blamed(50, {3 * RAILS + 5: 0.9}) == [[]] * 50, "it may as well be chance"
+
+
+def test_of_four_nodes_the_slow_one_is_named_and_its_neighbours_are_not() -> None:
+    seconds = {(0, 1): [1.0, 1.1], (2, 3): [1.5, 1.6], (1, 2): [1.5, 1.5], (0, 3): [1.0, 1.0]}
+    assert list(slow_nodes(["a", "b", "c", "d"], seconds)) == ["c"]
+    assert slow_nodes(["a", "b", "c", "d"], seconds | {(1, 2): [1.0, 1.0]}) == {}, "one link is of two nodes"
+    assert slow_nodes(["a", "b", "c", "d"], dict.fromkeys(seconds, [9.0, 9.0])) == {}
 
 
 def test_findings_add_up() -> None:
@@ -97,6 +172,7 @@ def test_two_nodes_that_are_well(tmp_path: Path) -> None:
     assert codes == [0, 0], output
     assert "preflight: all 2 nodes are well" in output
     assert "GiB/s per rank" in output
+    assert "links between the 2 nodes: " in output and "not judged, which takes 4 nodes" in output
     assert not list(tmp_path.iterdir())
 
 

@@ -21,6 +21,7 @@ from torchtitan_graph.config import read_beside
 from torchtitan_graph.device import host_peak_memory_gib
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
+from torchtitan_graph.parallel.layout import DP_REPLICATE
 from torchtitan_graph.plan import find, outlook
 from torchtitan_graph.plan.on_cpu import ThisCpu
 from torchtitan_graph.plan.ranks import CPU, build, configuration
@@ -81,6 +82,13 @@ def main(argv: Sequence[str]) -> int:
     varied = None if options.search is None else find.check_varied(options.search)
     config = configuration(of_training, options.world)
     outlook.check_arguments(options, config)
+    if options.replicas is not None:
+        if varied is not None and DP_REPLICATE in varied:
+            raise UserError(
+                f"--replicas {options.replicas}: groups are copies of the model, and --search varies their number; name"
+                f" what it varies, without {DP_REPLICATE}"
+            )
+        outlook.check_replicas(options.replicas, config, options.world, rates.num_near)
     if options.expert_load is not None:
         outlook.check_loads(options.expert_load, Blueprint(config, options.world).model)
     cpu = ThisCpu(options.world) if rates.name == CPU else None

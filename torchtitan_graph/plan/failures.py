@@ -12,12 +12,32 @@ relative to M (J. W. Young, CACM 17 (1974)).
 
 A save in a thread stops training for the copy alone, C, but is whole only after W. A failure before that falls back one
 checkpoint further, which costs W more on average: R + W takes R's place, to first order in W / M.
+
+Note [Failures with replicas]
+Groups of nodes each hold the whole state, and the others train on when one fails. A group fails at the rate r = its
+nodes over a node's mean time, and is back after A on average: it is away for the share a = r A / (1 + r A) of the
+time. Groups fail and come back independently, so that k of G are away for a share of
+
+    P(k) = C(G, k) a^k (1 - a)^(G - k)
+
+whatever the distribution of A (a birth-death chain for exponential A). A step's rows stay the same: of M microbatches
+for each group those of k absent ones are dealt to the others, so that training runs at the speed
+
+    v(k) = M / ceil(M G / (G - k))
+
+With k away, groups fail at (G - k) r, and as often one comes back to that k. A failure costs a step, done anew, and D,
+until the others go on: D v(k + 1) of work. A group that comes back copies its state from another, while all wait:
+H v(k) of work. That is to first order in these times over the time between two failures. When the last group fails, at
+the rate P(G - 1) r, the run goes back to a checkpoint, as in Note [Failures], once the first group is back, A / G
+later.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+
+SAVE_WITHIN_S = 86400.0  # however seldom all groups fail: a fault of the program may need an older state, too
 
 
 @dataclass(frozen=True)
@@ -46,6 +66,27 @@ class Failures:
     saving: float
     redone: float
     restarting: float
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """Expectations of a run in replica groups, each of which can fail alone.
+
+    groups, group_nodes  their number, and the nodes of each
+    heal_s               for a returning group to copy its state from another
+    interval_steps       the best number of steps between two saves, for when all groups fail; those of a day at most
+    goodput              share of the time in which the run makes progress, at the speed of all groups
+    fewer, stops         shares of the time that it loses by slower steps of fewer groups; and by stops at failures and
+                         returns, steps done anew among them
+    """
+
+    groups: int
+    group_nodes: int
+    heal_s: float
+    interval_steps: int
+    goodput: float
+    fewer: float
+    stops: float
 
 
 def saving(num_bytes: float, largest_of_rank: float, bytes_per_s: float, copied_per_s: float | None) -> Saving:
@@ -97,3 +138,48 @@ def expect(saved: Saving, step_s: float, node_mtbf_s: float, num_nodes: int, res
     saves = found * saved.waits / interval
     restarts = min(1 - found - saves, restart_s / mtbf_s)  # to first order: one for each failure
     return Failures(mtbf_s, interval, steps, found, saves, 1 - found - saves - restarts, restarts)
+
+
+def expect_replicas(
+    saved: Saving,
+    step_s: float,
+    node_mtbf_s: float,
+    num_nodes: int,
+    restart_s: float,
+    *,
+    groups: int,
+    num_microbatches: int,
+    detect_s: float,
+    heal_s: float,
+) -> Replicas:
+    """Return the expectations of a run of `num_nodes` in replica groups. See Note [Failures with replicas].
+
+    Args:
+        restart_s: from a group's failure until its processes run again.
+        groups: at least two, of equal numbers of nodes.
+        num_microbatches: of each group in a step of all.
+        detect_s: from a group's failure until the others train on.
+        heal_s: for a returning group to copy its state from another.
+    """
+    rate = num_nodes / groups / node_mtbf_s
+    odds = rate * restart_s  # of being away
+    log_chances = [-math.lgamma(k + 1) - math.lgamma(groups - k + 1) + k * math.log(odds) for k in range(groups + 1)]
+    log_all = math.lgamma(groups + 1) - groups * math.log1p(odds)
+    chances = [math.exp(log_all + each) for each in log_chances]
+    speeds = [num_microbatches / -(-num_microbatches * groups // (groups - k)) for k in range(groups)]
+    running = sum(chances[:groups])
+    fewer = sum(chance * (1 - speed) for chance, speed in zip(chances, speeds, strict=False))
+    stops = sum(
+        chances[k] * (groups - k) * rate * (step_s + detect_s * speeds[k + 1] + heal_s * speeds[k])
+        for k in range(groups - 1)
+    )
+    all_fail_s = running / max(chances[groups - 1] * rate, 1e-300)
+    further_back = saved.written - saved.waits
+    steps = max(
+        1,
+        round(min(best_interval(saved.waits, all_fail_s), SAVE_WITHIN_S) / step_s),
+        math.ceil(further_back / step_s),
+    )
+    speed = max(0.0, 1 - (fewer + stops) / running) if running else 0.0
+    found = speed * goodput(steps * step_s, saved.waits, restart_s / groups + further_back, all_fail_s)
+    return Replicas(groups, num_nodes // groups, heal_s, steps, found, fewer, stops)

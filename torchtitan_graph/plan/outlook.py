@@ -31,7 +31,7 @@ from torchtitan_graph.plan.expert_loads import (
     rows_sent,
     uneven,
 )
-from torchtitan_graph.plan.failures import Failures, Saving, expect, saving
+from torchtitan_graph.plan.failures import Failures, Replicas, Saving, expect, expect_replicas, saving
 from torchtitan_graph.plan.ranks import BuiltJob, Rank
 from torchtitan_graph.plan.simulate import JobForecast, Prices, simulate
 from torchtitan_graph.steps import Graphs, StepOptions
@@ -39,6 +39,7 @@ from torchtitan_graph.steps.interleave import with_joined, with_pairs
 
 _HOUR, _GB = 3600.0, 1e9
 _RESTART_MINUTES = 10.0  # assumed: a job is scheduled, and its processes start and load a checkpoint
+_DETECT_SECONDS = 10.0  # assumed: heartbeats stop for 5 s, torchft's default, and communicators are made anew
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,6 +64,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"with --node_mtbf_hours: from a failure until the run trains again (default {_RESTART_MINUTES:g})",
     )
     parser.add_argument(
+        "--replicas",
+        type=int,
+        metavar="GROUPS",
+        help="with --node_mtbf_hours: also the share of time that trains if the nodes are so many replica groups, which"
+        " fail one at a time while the others train on",
+    )
+    parser.add_argument(
+        "--detect_seconds",
+        type=float,
+        metavar="SECONDS",
+        help=f"with --replicas: from a group's failure until the others train on (default {_DETECT_SECONDS:g})",
+    )
+    parser.add_argument(
         "--expert_load",
         type=Path,
         metavar="FILE",
@@ -72,7 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def check_arguments(args: argparse.Namespace, config: JobConfig) -> None:
     """Check, before any work, that these options are legal for the job."""
-    for name in ("storage_gb_per_s", "node_mtbf_hours", "restart_minutes"):
+    for name in ("storage_gb_per_s", "node_mtbf_hours", "restart_minutes", "detect_seconds"):
         given = getattr(args, name)
         if given is not None and not (1e-9 <= given <= 1e9):
             raise UserError(f"--{name} {given:g}: must be a number above 0, from 1e-9 to 1e9")
@@ -89,6 +103,30 @@ def check_arguments(args: argparse.Namespace, config: JobConfig) -> None:
     if args.restart_minutes is not None and args.node_mtbf_hours is None:
         raise UserError(
             f"--restart_minutes {args.restart_minutes:g}: is what a failure costs; give --node_mtbf_hours too"
+        )
+
+    if args.replicas is not None and args.node_mtbf_hours is None:
+        raise UserError(f"--replicas {args.replicas}: is about nodes that fail; give --node_mtbf_hours too")
+    if args.detect_seconds is not None and args.replicas is None:
+        raise UserError(
+            f"--detect_seconds {args.detect_seconds:g}: is what a group's failure costs; give --replicas too"
+        )
+
+
+def check_replicas(groups: int, config: JobConfig, world: int, num_near: int) -> None:
+    """Check, before any work, that a job of `world` ranks, `num_near` on a node, can be so many replica groups."""
+    degree = config.parallelism.data_parallel_replicate_degree
+    num_nodes, rest = divmod(world, num_near)
+    legal = [number for number in range(2, num_nodes + 1) if not rest and num_nodes % number == 0]
+    if groups not in legal:
+        raise UserError(
+            f"--replicas {groups}: must divide {world} ranks, {num_near} on a node, into two or more equal groups of"
+            f" whole nodes: {', '.join(map(str, legal)) or 'there is no such number; take more nodes'}"
+        )
+    if degree % groups:
+        raise UserError(
+            f"--replicas {groups}: each group holds the whole state, so that parallelism.data_parallel_replicate_degree"
+            f" = {degree} must be a multiple of it; set it to {groups}"
         )
 
 
@@ -131,11 +169,12 @@ class Outlook:
 
     saving: Saving | None = None
     failures: Failures | None = None
+    replicas: Replicas | None = None
     uneven: Uneven | None = None
     is_async: bool = False
 
     def lines(self) -> list[str]:
-        return [*self._of_saving(), *self._of_failures(), *self._of_experts()]
+        return [*self._of_saving(), *self._of_failures(), *self._of_replicas(), *self._of_experts()]
 
     def data(self) -> dict[str, Any]:
         """Return the additions as plain data, for JSON."""
@@ -155,6 +194,14 @@ class Outlook:
             yield (
                 f"  goodput {found.goodput:.1%}; saves take {found.saving:.1%}, work done again {found.redone:.1%},"
                 f" restarts {found.restarting:.1%}"
+            )
+
+    def _of_replicas(self) -> Iterator[str]:
+        if (found := self.replicas) is not None and self.failures is not None:
+            yield (
+                f"  with {found.groups} replica groups of {found.group_nodes} node{'s' * (found.group_nodes > 1)}:"
+                f" goodput {found.goodput:.1%} (without: {self.failures.goodput:.1%}); fewer groups cost"
+                f" {found.fewer:.1%}, stops {found.stops:.1%}; best save every {found.interval_steps} steps"
             )
 
     def _of_experts(self) -> Iterator[str]:
@@ -185,17 +232,27 @@ def look_ahead(args: argparse.Namespace, plan: JobForecast, prices: Prices) -> O
     Raises:
         UserError: the loads don't fit the model.
     """
-    job, saved, failures = plan.job, None, None
+    job, saved, failures, replicas = plan.job, None, None, None
     is_async = job.config.checkpoint.async_mode != "disabled"
     if args.storage_gb_per_s is not None:
         copied_per_s = plan.rates.host if is_async else None
-        saved = saving(*_checkpoint_bytes(job), args.storage_gb_per_s * _GB, copied_per_s)
-    if saved is not None and args.node_mtbf_hours is not None:
-        num_nodes = -(-job.dims.num_ranks // plan.rates.num_near)
-        restart_s = (args.restart_minutes or _RESTART_MINUTES) * 60
-        failures = expect(saved, plan.step.seconds, args.node_mtbf_hours * _HOUR, num_nodes, restart_s)
+        num_bytes, of_rank = _checkpoint_bytes(job)
+        saved = saving(num_bytes, of_rank, args.storage_gb_per_s * _GB, copied_per_s)
+        if args.node_mtbf_hours is not None:
+            num_nodes = -(-job.dims.num_ranks // plan.rates.num_near)
+            restart_s = (args.restart_minutes or _RESTART_MINUTES) * 60
+            of_nodes = saved, plan.step.seconds, args.node_mtbf_hours * _HOUR, num_nodes, restart_s
+            failures = expect(*of_nodes)
+            if args.replicas is not None:
+                replicas = expect_replicas(
+                    *of_nodes,
+                    groups=args.replicas,
+                    num_microbatches=job.options.num_microbatches,
+                    detect_s=args.detect_seconds or _DETECT_SECONDS,
+                    heal_s=of_rank / (plan.rates.far * plan.rates.network_share),
+                )
     found = None if args.expert_load is None else _uneven(read_loads(args.expert_load), plan, prices)
-    return Outlook(saved, failures, found, is_async)
+    return Outlook(saved, failures, replicas, found, is_async)
 
 
 def _checkpoint_bytes(job: BuiltJob) -> tuple[int, int]:

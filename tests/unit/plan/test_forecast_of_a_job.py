@@ -278,6 +278,9 @@ def test_the_report_says_what_the_data_say(name: str, axes: set[str], jobs: Call
     assert "DOES NOT FIT" in "\n".join(lines(simulate(found, by_rates(found, small), small)))
 
 
+REPLICAS = ["--world", "16", "--device", "h100", "--storage_gb_per_s", "1", "--node_mtbf_hours", "1"]
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -294,6 +297,8 @@ def test_the_report_says_what_the_data_say(name: str, axes: set[str], jobs: Call
         (["--world", "2", "--device", "h100", "--json", "."], "--json .: is a folder"),
         (["--world", "2", "--device", "h100", "--search", "--out", "tests"], "--out tests: is a folder"),
         (["--world", "2", "--device", "h100", "--out", "best.toml"], "add --search"),
+        ([*REPLICAS, "--replicas", "3"], "--replicas 3: must divide 16 ranks"),
+        ([*REPLICAS, "--replicas", "2", "--search"], "name what it varies, without dp_replicate"),
     ],
 )
 def test_what_is_wrong_is_said_before_any_work(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

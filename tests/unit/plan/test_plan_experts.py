@@ -134,6 +134,15 @@ def test_a_step_waits_for_the_busiest_rank_and_a_checkpoint_has_all_parameters_a
         check_arguments(parser.parse_args(["--node_mtbf_hours", "5"]), job.config)
     with pytest.raises(UserError, match="--restart_minutes 5: .*give --node_mtbf_hours too"):
         check_arguments(parser.parse_args(["--restart_minutes", "5"]), job.config)
+    with pytest.raises(UserError, match="--replicas 2: .*give --node_mtbf_hours too"):
+        check_arguments(parser.parse_args(["--replicas", "2"]), job.config)
+    with pytest.raises(UserError, match="--detect_seconds 5: .*give --replicas too"):
+        check_arguments(parser.parse_args(["--detect_seconds", "5"]), job.config)
+    given = ["--storage_gb_per_s", "2", "--node_mtbf_hours", "1000", "--replicas", "2"]
+    replicas = look_ahead(parser.parse_args(given), plan, prices).replicas
+    assert replicas.heal_s * rates.far * rates.network_share == pytest.approx(
+        sum(each.padded_shape.numel() for each in storages) * 4 * 3
+    ), "a rank's parameters and moments, from another node"
     for given in ("-1", "0", "nan", "1e-300", "1e300"):
         with pytest.raises(UserError, match="--storage_gb_per_s .*: must be a number above 0, from 1e-9 to 1e9"):
             check_arguments(parser.parse_args(["--storage_gb_per_s", given]), job.config)

@@ -3,7 +3,7 @@
 What is read, and where NVIDIA documents it:
 
 - `nvidia-smi --query-gpu` and `--query-remapped-rows`: `--help-query-gpu`, `--help-query-remapped-rows`, and the manual
-  page, docs.nvidia.com/deploy/nvidia-smi. Drivers before 535 say clocks_throttle_reasons for clocks_event_reasons.
+  page, docs.nvidia.com/deploy/nvidia-smi. Older drivers say clocks_throttle_reasons for clocks_event_reasons.
 - `nvidia-smi nvlink -s`: the same page.
 - Xid errors, of `dmesg`, or where it may not be read of `journalctl`: docs.nvidia.com/deploy/xid-errors, the Xid
   catalog.

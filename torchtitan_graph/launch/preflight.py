@@ -83,7 +83,7 @@ def main() -> int:
         return _follow(store, rank, world_size)
     reports, problems = _collect(store, world_size)
     for why, those in not_read(reports).items():
-        logger.info(f"not read on {len(those)} node{'s' * (len(those) > 1)}, {those[0]} for one: {why}")
+        logger.info(f"not read on {those[0]}{f' and {len(those) - 1} more nodes' * (len(those) > 1)}: {why}")
     problems = merge(problems, judge(folder, reports), _compare_clocks(store, reports))
     store.set("verdict", json.dumps(problems))
     if not problems:

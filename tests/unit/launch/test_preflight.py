@@ -76,6 +76,17 @@ def test_gpu_with_fewer_links_than_the_others_is_named(tmp_path: Path) -> None:
     assert judge(tmp_path, bridged) == {}
 
 
+def test_the_first_process_of_a_node_reads_its_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a stand-in that knows one command, and fails in the others; see test_gpu_health.py for the rest."""
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H100'; echo ' Link 0: 26.562 GB/s'\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    first = preflight.report(tmp_path / "run", 0)
+    assert first["links"] == {"0": 1} and len(first["not_read"]) == 4 and first["problems"] == []
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert preflight.report(tmp_path / "run", 1)["links"] == {}
+
+
 def test_what_was_not_read_is_told_once_for_all_nodes(tmp_path: Path) -> None:
     found = reports(tmp_path, "a", "b", "c")
     for rank in (0, 2):

@@ -2,6 +2,7 @@
 
     NGPU=2 python -m torchtitan_graph.launch --table.key value ...                 on this machine; see run_train.sh
     python -m torchtitan_graph.launch TORCHRUN'S OPTIONS -- --table.key value ...  as torchrun would
+    python -m torchtitan_graph.launch --kubernetes jobset ...                      writes a manifest; see kubernetes.py
 
 torchrun's agent does the work, elastic restarts included. It runs in a thread, so that signals come here: they are
 passed on to the workers, which save a checkpoint and end, however long that takes.
@@ -55,6 +56,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _main(words: list[str]) -> int:
     at = words.index("--") if "--" in words else -1
     torchrun, options = words[: max(at, 0)], words[at + 1 :]
+    if any(word.partition("=")[0] == "--kubernetes" for word in torchrun or words):
+        from torchtitan_graph.launch import kubernetes  # which most launches don't need
+
+        return kubernetes.main(words)
     try:
         config = load(options)  # before importing torch, which takes seconds
         if config.comm.mode == "fake_backend":

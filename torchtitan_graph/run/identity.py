@@ -15,8 +15,8 @@ Seconds = Annotated[float, Meta(ge=0, le=1e12)]
 class Identity(TypedDict):
     """A process of a job.
 
-    `job_id` is SLURM's, or torchrun's rendezvous id, or None. `attempt` counts the restarts of that job by SLURM, and
-    those by torchrun within the last of them.
+    `job_id` is SLURM's, or torchrun's rendezvous id, or None. `attempt` counts the restarts of that job by SLURM or by
+    Kubernetes, and those by torchrun within the last of them.
     """
 
     host: str
@@ -29,12 +29,13 @@ def identity() -> Identity:
     """Return this process's identity."""
     run_id = os.environ.get("TORCHELASTIC_RUN_ID")
     elastic = None if run_id in (None, "none") else f"torchrun {run_id}"  # "none" is every unnamed torchrun's id
+    restarts = os.environ.get("SLURM_RESTART_COUNT") or os.environ.get("JOBSET_RESTART_ATTEMPT") or 0
     return {
         "host": os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
         "pid": os.getpid(),
         "job_id": os.environ.get("SLURM_JOB_ID") or elastic,
         "attempt": [
-            int(os.environ.get("SLURM_RESTART_COUNT") or 0),
+            int(restarts),
             int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0),
         ],
     }

@@ -64,19 +64,29 @@ def test_other_host_holds_it_while_its_heart_beats(tmp_path: Path) -> None:
     Lock(tmp_path)
 
 
-def test_later_attempt_of_the_same_job_takes_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SLURM_JOB_ID", "17")
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+@pytest.mark.parametrize(
+    ("job", "job_id", "said"),
+    [
+        ({"SLURM_JOB_ID": "17", "SLURM_RESTART_COUNT": "1"}, "17", "job 17"),
+        ({"TORCHELASTIC_RUN_ID": "first", "JOBSET_RESTART_ATTEMPT": "1"}, "torchrun first", "job torchrun first"),
+    ],
+    ids=["SLURM", "Kubernetes"],
+)
+def test_later_attempt_of_the_same_job_takes_over(
+    job: dict[str, str], job_id: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in job.items():
+        monkeypatch.setenv(name, value)
     for attempt in ([1, 0], [2, 0]):
         path = held_elsewhere(tmp_path, attempt=attempt)
-        with pytest.raises(UserError, match="job 17"):
+        with pytest.raises(UserError, match=said):
             Lock(tmp_path)
         path.unlink()
     path = held_elsewhere(tmp_path, job_id="18", attempt=[0, 0])
     with pytest.raises(UserError, match="job 18"):
         Lock(tmp_path)
     path.unlink()
-    held_elsewhere(tmp_path, attempt=[0, 3])
+    held_elsewhere(tmp_path, job_id=job_id, attempt=[0, 3])
     Lock(tmp_path)
 
 

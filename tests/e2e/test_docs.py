@@ -13,6 +13,7 @@ from runs import REPOSITORY, Command
 from torchtitan_graph import capture
 from torchtitan_graph.config import check, dump_toml, load
 from torchtitan_graph.errors import UserError
+from torchtitan_graph.launch import kubernetes
 from torchtitan_graph.plan.__main__ import parser
 
 DOCS = sorted((REPOSITORY / "docs").rglob("*.md"))
@@ -69,6 +70,8 @@ def outcome_of(line: str) -> list[str]:
     if program == "torchtitan_graph.plan":
         known, of_training = parser().parse_known_args(arguments)
         return check(load([*of_training, "--comm.mode", "fake_backend"]), known.world)
+    if program == "torchtitan_graph.launch" and "--kubernetes" in arguments:
+        return [] if kubernetes.main(arguments) == 0 else ["writes no manifest"]
     if program == "cat":  # a file of the run before it
         return []
     # A script, or a module with a command line of its own: its options are words of its source.
@@ -116,6 +119,7 @@ def test_a_command_names_what_there_is(line: str) -> None:
         "python -m torchtitan_graph.check llama3 --atn flex",
         "python -m torchtitan_graph.chek llama3",
         "python scripts/pretokenize.py --dataset_pat docs",
+        "python -m torchtitan_graph.launch --kubernetes jobst --image i --name n --volume-claim c",
     ],
 )
 @pytest.mark.usefixtures("where_a_reader_is")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import shutil
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from functools import partial
@@ -32,8 +33,9 @@ from torchtitan_graph.checkpoint import (
     find_likely,
     tensors_of,
 )
+from torchtitan_graph.checkpoint.folder import TMP
 from torchtitan_graph.config import dump_toml, job
-from torchtitan_graph.config.job import validation_metrics
+from torchtitan_graph.config.job import replica_folder, validation_metrics
 from torchtitan_graph.data.feed import Feed, Microbatches
 from torchtitan_graph.data.forms import RowFormat
 from torchtitan_graph.data.loader import DataLoader, Deal, build_dataloader, merge_states
@@ -144,8 +146,10 @@ class Trainer:
                 self.optimizer,
                 self.lr_scheduler,
                 dump_toml(config),
+                f"{TMP}-{config.fault_tolerance.replica}" if config.fault_tolerance.enable else TMP,
             )
             self.replicas: Replicas | None = None  # once it trains
+            self.run: RunFolder | None = None  # likewise
             self._position: dict[str, Any] = {}  # this rank's part, after the last step that counts
             self.hang = HangWatch(config.comm, blueprint.dump_folder, self.rank)
             self._resume()
@@ -190,7 +194,7 @@ class Trainer:
             self._train(run)
 
     def _train(self, run: RunFolder) -> None:
-        config = self.config
+        config, self.run = self.config, run
         with (
             uncollected(),  # ranks that collect at different moments wait for each other
             closing(self.steps),
@@ -216,7 +220,9 @@ class Trainer:
             run.resume(self.step)
             run.planned = self.planned
             if self.replicas is not None:
-                run.wait_for_replicas(config.fault_tolerance.join_timeout_seconds)
+                table = config.fault_tolerance
+                others = [replica_folder(config, number) for number in range(table.replicas) if number != table.replica]
+                run.wait_for_replicas(others, table.join_timeout_seconds)
             while not last:
                 metrics.start_step()
                 with self.hang.watch(first=self.step < first):
@@ -228,9 +234,9 @@ class Trainer:
                     with run.during("checkpoint"):
                         self._roll_back(self.leaps)
                 last, is_best = self._is_over() or not (trained or self.stop_signal), False
-                run.done(self.step, metrics.loss)
+                run.done(self.step, metrics.loss, None if self.replicas is None else self.replicas.state())
                 if self.step == first:
-                    self._set_timeouts(config.comm.train_timeout_seconds)  # all is warm: detect a hang soon
+                    self._set_timeouts(self._patience())  # all is warm: detect a hang soon
                 if self.step % GC_STEPS == 0:
                     gc.collect(1)
                 if config.validation.enable and (last or self.step % config.validation.freq == 0):
@@ -245,7 +251,8 @@ class Trainer:
                 if last:
                     self.stop_signal = 0  # there is nothing left to stop
                     if self.replicas is not None:
-                        self.replicas.meet_at_end()
+                        with run.during("waiting"):
+                            self.replicas.meet_at_end()
                 with run.during("checkpoint"):
                     if self.replicas is not None and not self.replicas.saves:
                         pass  # another one does
@@ -320,12 +327,13 @@ class Trainer:
 
     def _compute_with_replicas(self, metrics: Metrics) -> tuple[Microbatches, StepOutput] | None:
         """Do so with the replicas that live, again until this one has lost none of them. See Note [Replicas]."""
-        replicas = self.replicas
-        assert replicas is not None
+        replicas, run = self.replicas, self.run
+        assert replicas is not None and run is not None
         is_behind = False  # whether the position in the data is another than that before the step
         while True:
-            with self.hang.paused():
+            with run.during("waiting"), self.hang.paused():
                 changed = replicas.join()
+            begin = time.monotonic()
             if changed or is_behind:
                 self._go_to(self._position)
             self.stop_signal = replicas.stop_signal
@@ -341,6 +349,7 @@ class Trainer:
                 return batches, output
             self.optimizer.zero_grad()
             is_behind = True
+            run.lose(time.monotonic() - begin)
 
     def _join(self) -> Replicas:
         """Meet the other replicas."""
@@ -592,6 +601,13 @@ class Trainer:
             **({} if self.best is None else {"best": self.best._asdict()}),
             "rng": bytes(torch.get_rng_state().tolist()).hex(),
         }
+
+    def _patience(self) -> int:
+        """Return the timeout of training's collectives after the first step."""
+        config = self.config
+        # A rank may learn later than the others of its group that a replica is lost.
+        of_replicas = config.fault_tolerance.timeout_seconds if config.fault_tolerance.enable else 0
+        return config.comm.train_timeout_seconds + of_replicas
 
     def _set_timeouts(self, seconds: int) -> None:
         """Set the timeout of training's collectives from now on."""

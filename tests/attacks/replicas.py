@@ -124,7 +124,7 @@ class Storm:
         with socket.create_server(("127.0.0.1", 0)) as free:
             address = f"http://127.0.0.1:{free.getsockname()[1]}"
         self.options = [*BASE, *options, "--training.steps", str(steps), *rows(layout, replicas, self.ranks)]
-        self.options += ["--job.dump_folder", str(folder), "--compile.mode", "eager", "--fault_tolerance.enable"]
+        self.options += ["--job.dump_folder", str(folder), *mode(layout), "--fault_tolerance.enable"]
         self.options += ["--fault_tolerance.replicas", str(replicas), "--fault_tolerance.lighthouse", address]
         self.options += ["--fault_tolerance.heartbeat_timeout_seconds", "2", "--fault_tolerance.timeout_seconds", "20"]
         self.lighthouse = self._start_lighthouse()
@@ -225,6 +225,11 @@ def read(folder: Path, rank: int) -> dict[int, dict[str, Any]]:
     return found
 
 
+def mode(layout: str) -> list[str]:
+    """Return the options of how steps run: a pipeline needs graphs."""
+    return ["--compile.mode", "graph" if layout == "PP 2" else "eager"]
+
+
 def rows(layout: str, replicas: int, ranks: int) -> list[str]:
     """Return the options of the rows of a step: two microbatches a replica in a pipeline, else one."""
     groups_of_rows = replicas * (ranks if layout in ("FSDP 2", "EP 2") else 1)
@@ -235,7 +240,7 @@ def rows(layout: str, replicas: int, ranks: int) -> list[str]:
 def reference(folder: Path, layout: str, replicas: int, steps: int) -> list[dict[int, dict[str, Any]]]:
     """Do the run without replica groups, by HSDP; return each rank's steps."""
     ranks, options = LAYOUTS[layout]
-    words = [*BASE, *options, *rows(layout, replicas, ranks), "--training.steps", str(steps), "--compile.mode", "eager"]
+    words = [*BASE, *options, *rows(layout, replicas, ranks), "--training.steps", str(steps), *mode(layout)]
     words += ["--job.dump_folder", str(folder), "--parallelism.data_parallel_replicate_degree", str(replicas)]
     result = start(*words, ranks=ranks * replicas, patch=functools.partial(patch, 0.0, None)).finish()
     assert result.code == 0, result.output

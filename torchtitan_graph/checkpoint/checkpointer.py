@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torchtitan_graph.checkpoint.best import write_best
 from torchtitan_graph.checkpoint.choose import choose_undamaged
 from torchtitan_graph.checkpoint.folder import (
+    TMP,
     TRAIN_STATE,
     find_damage,
     find_damage_together,
@@ -67,6 +68,7 @@ class Checkpointer:
         optimizer: torch.optim.Optimizer,
         lr_scheduler: LRScheduler,
         run_config: str = "",
+        unfinished: str = TMP,
     ) -> None:
         self.folder = folder
         self.config = config
@@ -74,7 +76,7 @@ class Checkpointer:
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
         self.group = files_group() if config.enable or config.initial_load_path else None
-        self.saver = Saver(config, self.group, run_config)
+        self.saver = Saver(config, self.group, run_config, unfinished)
         self._begin = time.monotonic()  # start of the time of checkpoint.interval_minutes
         self._time_is_up = False
         self.loaded_optimizer = False  # whether `load` has loaded the optimizer's state
@@ -151,7 +153,7 @@ class Checkpointer:
         Raises UserError if there is no such checkpoint, none that can be resumed, it is damaged or of another model, or
         an address can't be read.
         """
-        path = choose_undamaged(self.folder, self.config, num_steps, self.group, patience)
+        path = choose_undamaged(self.folder, self.config, num_steps, self.group, patience, self.saver.unfinished)
         if path is None:
             return None
         begin = time.perf_counter()

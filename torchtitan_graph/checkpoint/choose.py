@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from torchtitan_graph.checkpoint.folder import (
+    TMP,
     clean_up,
     find_below,
     find_damage_together,
@@ -42,7 +43,12 @@ class Candidate(NamedTuple):
 
 
 def choose_undamaged(
-    folder: Path, config: job.Checkpoint, num_steps: int | None, group: dist.ProcessGroup | None, patience: int = 0
+    folder: Path,
+    config: job.Checkpoint,
+    num_steps: int | None,
+    group: dist.ProcessGroup | None,
+    patience: int = 0,
+    unfinished: str = TMP,
 ) -> Path | None:
     """Return the checkpoint to load, None if there is none; all ranks together.
 
@@ -52,7 +58,7 @@ def choose_undamaged(
     problems: dict[str, str] = {}
     while True:
         try:
-            choice = on_rank_0(lambda: _choose(folder, config, num_steps, problems, patience), group)
+            choice = on_rank_0(lambda: _choose(folder, config, num_steps, problems, patience, unfinished), group)
         except OSError as error:
             raise UserError(f"job.dump_folder: {why_unwritable(folder, error)}") from error
         if choice is None:
@@ -106,13 +112,18 @@ def find_likely(folder: Path, config: job.Checkpoint, num_steps: int, patience: 
 
 
 def _choose(
-    folder: Path, config: job.Checkpoint, num_steps: int | None, problems: dict[str, str], patience: int
+    folder: Path,
+    config: job.Checkpoint,
+    num_steps: int | None,
+    problems: dict[str, str],
+    patience: int,
+    unfinished: str,
 ) -> Candidate | None:
     """Choose by names and small files. `problems` maps excluded places to reasons; more are added."""
     if not config.enable:
         return _choose_initial(folder, config, problems)
     if not config.load_only:
-        clean_up(folder)
+        clean_up(folder, unfinished)
     known = set(problems)
     steps = _own_steps(folder, problems)
     for place in [place for place in problems if place not in known]:

@@ -7,6 +7,7 @@ to disk (fsync) before the next step. So a kill at any moment leaves all `step-N
 recognised by name.
 """
 
+import contextlib
 import functools
 import itertools
 import json
@@ -40,6 +41,7 @@ from torchtitan_graph.small_files import (
 MANIFEST = "manifest.json"
 TRAIN_STATE = "train_state.json"
 CONFIG = "config.toml"
+TMP = ".tmp"  # suffix of a save that is not finished; a replica group's has its number behind it
 CHECKPOINTS = "checkpoint"  # the folder of a run's checkpoints, in job.dump_folder; replica groups share it
 
 
@@ -230,15 +232,17 @@ def checksum(path: Path) -> str:
     return f"{crc:08x}"
 
 
-def clean_up(folder: Path) -> None:
+def clean_up(folder: Path, unfinished: str = TMP) -> None:
     """Create the folder of a run's checkpoints; finish or delete the leftovers of a killed save in it.
+
+    `unfinished` is the suffix of the saves of this run, or of this replica group's: others may be saving.
 
     Raises OSError if nothing can be written there.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if not os.access(folder, os.W_OK):
         raise PermissionError(f"{folder} can't be written to")
-    for path in folder.glob("step-*.tmp"):
+    for path in folder.glob(f"step-*{unfinished}"):
         if find_problem(path) is None and find_problem(path.with_suffix("")):
             logger.warning(f"finishing the save of {path.with_suffix('')}, which was killed when it was all but done")
             commit(path)
@@ -251,7 +255,7 @@ def clean_up(folder: Path) -> None:
 
 def prepare(tmp: Path) -> None:
     """Create the empty folder of a save."""
-    clean_up(tmp.parent)
+    clean_up(tmp.parent, tmp.suffix)
     tmp.mkdir()
 
 
@@ -329,7 +333,8 @@ def excess_steps(
 
 def _delete(path: Path) -> None:
     """Delete a folder, a file of that name, or a link but not its target."""
-    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+    with contextlib.suppress(FileNotFoundError):  # another replica group deletes it
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 def _rename(old: Path, new: Path) -> None:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torchtitan_graph.checkpoint.best import write_best
 from torchtitan_graph.checkpoint.folder import (
     CONFIG,
+    TMP,
     checksum,
     commit,
     prepare,
@@ -45,11 +46,14 @@ class Saver:
 
     With `checkpoint.async_mode` other than "disabled", a thread writes a copy in the host's memory, through the process
     group `group`, which nothing else uses meanwhile. Its error is raised by the next `save` or `wait`, on all ranks or
-    on none, as a save fails. `run_config` is written next to the tensors.
+    on none, as a save fails. `run_config` is written next to the tensors. `unfinished` is the suffix of a folder that
+    is being written.
     """
 
-    def __init__(self, config: job.Checkpoint, group: dist.ProcessGroup | None, run_config: str = "") -> None:
-        self.config = config
+    def __init__(
+        self, config: job.Checkpoint, group: dist.ProcessGroup | None, run_config: str = "", unfinished: str = TMP
+    ) -> None:
+        self.config, self.unfinished = config, unfinished
         self.run_config = run_config
         self.group = group
         self.rank = dist.get_rank() if dist.is_initialized() else 0
@@ -109,7 +113,7 @@ class Saver:
         self, path: Path, chunks: dict[str, Chunk], train_state: dict[str, Any], begin: float, last: bool
     ) -> None:
         """Write a checkpoint. See Note [Atomic save]."""
-        tmp, group = path.with_suffix(".tmp"), self.group
+        tmp, group = path.with_suffix(self.unfinished), self.group
         with self._removed_if_unfinished(tmp), _as_save_error(path):
             on_rank_0(lambda: prepare(tmp), group)
             save_tensors(tmp, chunks, group)

@@ -56,6 +56,13 @@ def problems(config: JobConfig) -> Iterator[Problem]:
         yield Problem(
             "training.enable_cpu_offload", "not with fault_tolerance.enable: gradients are summed where they are"
         )
+    for key in ("remote_folder", "initial_load_path"):
+        if "://" in (getattr(config.checkpoint, key) or ""):
+            yield Problem(
+                f"checkpoint.{key}",
+                "not with fault_tolerance.enable, for all groups would fetch it into one folder; name a folder that"
+                " they share, and copy checkpoints from there",
+            )
     if config.training.roll_back_after:
         yield Problem(
             "training.roll_back_after",

@@ -1108,7 +1108,12 @@ def is_set(config: JobConfig, key: str) -> bool:
 def run_folder(config: JobConfig) -> Path:
     """Return the folder of what this process's run writes: job.dump_folder, or in it the replica group's own."""
     table = config.fault_tolerance
-    return Path(config.job.dump_folder) / (f"replica_{table.replica}" if table.enable else "")
+    return replica_folder(config, table.replica) if table.enable else Path(config.job.dump_folder)
+
+
+def replica_folder(config: JobConfig, number: int | None) -> Path:
+    """Return the folder of what a replica group's run writes."""
+    return Path(config.job.dump_folder) / f"replica_{number}"
 
 
 class Problem(NamedTuple):

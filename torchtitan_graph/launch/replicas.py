@@ -13,11 +13,11 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import BinaryIO
 
 from torchtitan_graph.config import JobConfig
 from torchtitan_graph.config.fault_tolerance import check_package
+from torchtitan_graph.config.job import replica_folder
 from torchtitan_graph.log import logger
 from torchtitan_graph.parallel.join import LOOPBACK
 from torchtitan_graph.run.failure import FAULT, FINAL
@@ -44,7 +44,7 @@ class Group(_Child):
     """A replica group's launcher."""
 
     def __init__(self, number: int, config: JobConfig, options: Sequence[str], env: dict[str, str]) -> None:
-        self.folder = Path(config.job.dump_folder) / f"replica_{number}"
+        self.folder = replica_folder(config, number)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.number, self.fruitless, self.reached = number, 0, 0
         words = [sys.executable, "-m", "torchtitan_graph.launch", *options, f"--fault_tolerance.replica={number}"]

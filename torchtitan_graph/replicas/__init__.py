@@ -2,3 +2,7 @@
 
 torchft, an optional package, is imported by `manager`, `replicas` and `transport` alone.
 """
+
+import os
+
+os.environ.setdefault("RUST_LOG", "error")  # read when torchft is imported, which else logs ten lines a step

@@ -1,20 +1,21 @@
 """torchft's manager and its process groups, set up as this package needs them; private names of torchft are here alone.
 
-torchft 0.2.0: the manager's server listens on every address, a gloo group has several threads (see
-`one_thread_per_gloo_group`) and the interface of the host's name, and a step fills about ten lines of the log.
+torchft 0.2.0: the manager's server listens on every address, and a gloo group has several threads (see
+`one_thread_per_gloo_group`) and the interface of the host's name. After the loss of the lighthouse a request for a
+quorum ends with its timeout alone, and new quorums get the numbers of old ones, by which groups find each other: so a
+manager, with a store of its own, lives as long as its lighthouse.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import os
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
 from unittest import mock
-
-os.environ.setdefault("RUST_LOG", "error")  # read when torchft is imported
 
 import torch
 import torch.distributed as dist
@@ -28,13 +29,14 @@ for _name in ("torchft", "torchft_quorums", "torchft_commits", "torchft_errors")
 
 
 class _KnowsMembers:
-    """Of a group that is made anew for each quorum: the numbers of the replicas in it."""
+    """Of a group that is made anew for each quorum: the numbers of the replicas in it, and whether it was not used."""
 
     members: tuple[int, ...] = ()
+    is_new = False
 
     def configure(self, *arguments: Any) -> None:
         *_, rank_in_group, group_size, global_ranks = arguments
-        self.members = tuple(rank // group_size for rank in global_ranks)
+        self.members, self.is_new = tuple(rank // group_size for rank in global_ranks), True
         super().configure(*arguments)  # type: ignore[misc]
 
 
@@ -80,6 +82,7 @@ def new_manager(
     host: str,
     store: tuple[str, int],
     timeout: timedelta,
+    quorum_timeout: timedelta,
     connect_timeout: timedelta,
 ) -> Manager:
     """Return a manager; all ranks of the replica group call this together. Its heartbeats begin here.
@@ -88,7 +91,7 @@ def new_manager(
     same first parameters.
     """
     with _server_on(host):
-        return Manager(
+        manager = Manager(
             group,
             take,
             give,
@@ -96,7 +99,7 @@ def new_manager(
             use_async_quorum=False,
             init_sync=False,
             timeout=timeout,
-            quorum_timeout=timeout,
+            quorum_timeout=quorum_timeout,
             connect_timeout=connect_timeout,
             rank=dist.get_rank(),
             world_size=dist.get_world_size(),
@@ -107,6 +110,27 @@ def new_manager(
             hostname=host,
             checkpoint_transport=transport,
         )
+    manager._executor = _InDaemons()
+    return manager
+
+
+class _InDaemons:
+    """Runs functions in threads that a process does not wait for when it ends: a request for a quorum may take long."""
+
+    def submit(self, function: Callable[..., Any], **given: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(function(**given))
+            except BaseException as error:
+                future.set_exception(error)
+
+        threading.Thread(target=run, name="async_quorum", daemon=True).start()
+        return future
+
+    def shutdown(self, wait: bool = True) -> None:
+        """Do nothing."""
 
 
 def forget_quorum(manager: Manager) -> None:

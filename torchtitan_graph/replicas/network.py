@@ -11,6 +11,7 @@ from torchtitan_graph.errors import UserError
 from torchtitan_graph.small_files import read_text
 
 TOKEN = "replicas.token"
+CONNECT_WITHIN_S = 5.0
 
 
 def job_token(folder: Path) -> str:
@@ -29,6 +30,31 @@ def job_token(folder: Path) -> str:
     if path.stat().st_mode & 0o077:
         raise UserError(f"{path} can be read by others, and holds the secret of this job's replicas: delete it")
     return read_text(path).strip()
+
+
+class Connection:
+    """A connection to the lighthouse, by which its loss is noticed: nothing is sent."""
+
+    def __init__(self, lighthouse: str) -> None:
+        """Connect. Raises OSError."""
+        parts = urllib.parse.urlsplit(lighthouse)
+        self._socket = socket.create_connection((parts.hostname, parts.port or 80), timeout=CONNECT_WITHIN_S)
+        self._socket.setblocking(False)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, seconds in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
+            if hasattr(socket, name):  # on Linux
+                self._socket.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), seconds)
+
+    def is_open(self) -> bool:
+        try:
+            return self._socket.recv(1) != b""
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+
+    def close(self) -> None:
+        self._socket.close()
 
 
 def address_towards(lighthouse: str) -> str:

@@ -14,13 +14,20 @@ the others, which holds the same shards. A step is:
    with those that live then. A group that others have left behind heals in the next quorum.
 5. Clipping and the optimizer run in each group alone: all have the same numbers.
 
+A replica whose link to the lighthouse is cut after a quorum may do the step that the others do without it. The states
+then differ by rounding, at the same step. So each state has a number that says who did its steps: replicas compare it
+in each exchange, and one that differs from the first heals from it.
+
 So a step has the same rows and the same denominator whoever lives. While all live, the sums are those of the axis
 dp_replicate, in the same order; with fewer, they are taken in another order.
 """
 
 from __future__ import annotations
 
+import math
+import threading
 import time
+import zlib
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
@@ -29,7 +36,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.distributed_c10d import AllgatherOptions, ReduceOp
+from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions
+from torchft import Manager
 
 from torchtitan_graph import stop
 from torchtitan_graph.capture.state import local_part
@@ -39,11 +47,34 @@ from torchtitan_graph.log import logger
 from torchtitan_graph.parallel.agree import files_group, on_rank_0
 from torchtitan_graph.parallel.join import host_store
 from torchtitan_graph.replicas.manager import forget_quorum, group_over_replicas, new_manager
-from torchtitan_graph.replicas.network import address_towards, job_token
+from torchtitan_graph.replicas.network import Connection, address_towards, job_token
 from torchtitan_graph.replicas.transport import State, Transport
 
 TELL_AFTER_S = 30.0  # of waiting for enough replicas, or for the lighthouse
-NOT_HEALED, NO_QUORUM = 1, 2  # why a rank has not joined
+STOP_AFTER_S = 2.0  # of waiting a signal to stop ends it
+CONNECT_WITHIN_S = 10.0
+_LOST = "lighthouse is lost"
+MET, NOT_HEALED, NO_QUORUM, NO_LIGHTHOUSE, LEAVES = range(5)  # whether a rank has the quorum, or why it has not
+
+
+class _Trial:
+    """A quorum, and the healing of it, in a thread: the main one looks for signals and for the lighthouse."""
+
+    def __init__(self, manager: Manager) -> None:
+        self.ended, self.outcome, self._manager = threading.Event(), NO_QUORUM, manager
+        self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
+        threading.Thread(target=self._run, name="quorum", daemon=True).start()
+
+    def _run(self) -> None:
+        if self._device is not None:
+            torch.cuda.set_device(self._device)
+        try:
+            self._manager.start_quorum()
+            self.outcome = NOT_HEALED if self._manager.errored() is not None else MET
+        except (TimeoutError, RuntimeError):
+            forget_quorum(self._manager)
+        finally:
+            self.ended.set()
 
 
 class Replicas:
@@ -75,78 +106,153 @@ class Replicas:
             step: steps done.
         """
         assert table.replica is not None and table.lighthouse is not None, "the configuration is checked"
-        self._table, self._device = table, device
+        self._table, self._lighthouse, self._device = table, table.lighthouse, device
         self._timeout = timedelta(seconds=table.timeout_seconds)
         self._heal_timeout = timedelta(seconds=table.heal_timeout_seconds)
         self._take, self._tensors, self._give = take, tensors, give
         self.living: tuple[int, ...] = ()
         self.place = 0
         self.redone = self.stop_signal = 0
-        self._healed = False
+        self._healed = self._is_another = False
+        self._lineage = 0  # of this state: which replicas did its steps
         self._ranks = dist.new_group(backend="gloo")  # of this group, for this thread alone
-        host = address_towards(table.lighthouse)
+        self._host = address_towards(table.lighthouse)
         token = on_rank_0(lambda: job_token(folder), files_group())
-        self._transport = Transport(host, token, tensors, self._heal_timeout)
-        self._store = host_store(self._timeout, host) if dist.get_rank() == 0 else None
-        store = on_rank_0(lambda: (host, self._store.port if self._store else 0), files_group())
-        self._group = group_over_replicas(device, host, self._timeout)
-        self._manager = new_manager(
-            self._group,
-            self._transport,
-            self._heal,
-            lambda: State(self._tensors(), self._give()),
-            replica_id=table.replica,
-            min_replicas=table.min_replicas,
-            lighthouse=table.lighthouse,
-            host=host,
-            store=store,
-            timeout=self._timeout,
-            connect_timeout=self._timeout,
-        )
-        self._manager.load_state_dict({"step": step, "batches_committed": 0})
+        self._transport = Transport(self._host, token, tensors, self._heal_timeout)
+        connect = min(self._timeout, timedelta(seconds=CONNECT_WITHIN_S))
+        self._group = group_over_replicas(device, self._host, connect)
+        self._connection: Connection | None = None  # rank 0's
+        self._store: dist.TCPStore | None = None  # of the manager, hosted by rank 0
+        self._manager: Manager | None = None
+        self._state = {"step": step, "batches_committed": 0}
+        self._reach_lighthouse(time.monotonic(), math.inf)
 
     def join(self) -> bool:
         """Wait for the quorum of the next step, and heal if another replica is ahead; return whether this one now has
         other microbatches, or another state, than before. A signal to stop ends the wait: `stop_signal` is then set."""
-        before, self._healed = (self.living, self.place), False
-        began = told = time.monotonic()
-        while not self._meet():
-            self.stop_signal = self._max_in_group(stop.received())
-            if self.stop_signal:
+        before, self._healed, began = (self.living, self.place), False, time.monotonic()
+        while (met := self._meet(began)) != MET:
+            if met == LEAVES:
+                self.stop_signal = self._max_in_group(stop.received())
                 return False
-            if time.monotonic() > told + TELL_AFTER_S:
-                told = time.monotonic()
-                logger.warning(
-                    f"waiting for {told - began:.0f} s: fewer than {self._table.min_replicas} replicas live"
-                    f" (fault_tolerance.min_replicas), or the lighthouse {self._table.lighthouse} does not answer"
-                )
+        assert self._manager is not None, "of this quorum"
         place = self._manager.participating_rank()
         assert place is not None, "all of a synchronous quorum take part"
         self.living, self.place = self._group.members, place
-        if self.living != before[0]:
+        if self.living != before[0] or self._healed:
             self._tell(before[0])
         return self._healed or (self.living, self.place) != before
 
     def meet_at_end(self) -> None:
         """Meet the others once more after the last step: one that lost another in it heals from this one."""
-        self._meet()
+        self._meet(time.monotonic(), self._timeout.total_seconds())
 
-    def _meet(self) -> bool:
-        """Try to get the quorum, and to heal; return whether all ranks have."""
-        try:
-            self._manager.start_quorum()
-        except (TimeoutError, RuntimeError):
-            forget_quorum(self._manager)
-            failed = NO_QUORUM
-        else:
-            failed = NOT_HEALED if self._manager.errored() is not None else 0
-        failed = self._max_in_group(failed)
-        if failed == NOT_HEALED:
-            error = self._manager.errored()
-            logger.warning(f"replica {self._table.replica} tries again to join the others: {_first_line(error)}")
+    def _meet(self, began: float, most_s: float = math.inf) -> int:
+        """Try once to get the quorum, and to heal; return MET, or why a rank has not.
+
+        Args:
+            began: when this group began to wait.
+            most_s: seconds after which it waits no longer.
+        """
+        manager = self._manager or self._reach_lighthouse(began, most_s)
+        if manager is None:
+            return LEAVES
+        trial, told, mine = _Trial(manager), began, LEAVES
+        while not self._leaves(began, most_s):
+            if trial.ended.wait(0.2):
+                mine = trial.outcome
+                break
+            if self._has_lost_lighthouse():
+                mine = NO_LIGHTHOUSE
+                break
+            told = self._maybe_warn(began, told, f"fewer than {self._table.min_replicas} replicas live, or one is late")
+        met = self._max_in_group(mine)
+        if met == NO_LIGHTHOUSE:
+            manager.shutdown(wait=False)  # its request never ends
+            self._state, self._manager = manager.state_dict(), None
+        if met == NOT_HEALED:
+            logger.warning(
+                f"replica {self._table.replica} tries again to join the others: {_first_line(manager.errored())}"
+            )
             self._group.abort()  # else the others would wait for this one
-            self._manager.should_commit(timeout=self._timeout)
-        return failed == 0
+            manager.should_commit(timeout=self._timeout)
+        return met
+
+    def _has_lost_lighthouse(self) -> bool:
+        """Return whether rank 0's connection to the lighthouse is closed; rank 0 tells the others by the store."""
+        assert self._store is not None, "of the manager"
+        if self._connection is None:
+            return bool(self._store.check([_LOST]))
+        if self._connection.is_open():
+            return False
+        self._store.set(_LOST, "")
+        return True
+
+    def _leaves(self, began: float, most_s: float) -> bool:
+        waited = time.monotonic() - began
+        return waited > most_s or (stop.received() != 0 and waited > STOP_AFTER_S)
+
+    def _maybe_warn(self, began: float, told: float, why: str) -> float:
+        """Log a warning if the last one, or the beginning, is a while ago; return when it was logged."""
+        now = time.monotonic()
+        if now < told + TELL_AFTER_S:
+            return told
+        if dist.get_rank() == 0:
+            logger.warning(f"replica {self._table.replica} has waited for {now - began:.0f} s: {why}")
+        return now
+
+    def _reach_lighthouse(self, began: float, most_s: float) -> Manager | None:
+        """Connect to the lighthouse, as long as that takes, and make a manager; None if this group leaves."""
+        told = began
+        while True:
+            mine = self._make_manager_on_rank_0() if dist.get_rank() == 0 else MET
+            reached = self._max_in_group(LEAVES if self._leaves(began, most_s) else mine)
+            if reached == LEAVES:
+                return None
+            if reached == MET:
+                break
+            time.sleep(0.2)
+            told = self._maybe_warn(began, told, f"the lighthouse, {self._lighthouse}, does not answer")
+        port = on_rank_0(lambda: self._store.port if self._store else 0, self._ranks)
+        if dist.get_rank():
+            self._store = dist.TCPStore(self._host, port, is_master=False, timeout=self._timeout)
+            self._make_manager(port)
+        return self._manager
+
+    def _make_manager_on_rank_0(self) -> int:
+        try:
+            if self._connection is not None:
+                self._connection.close()
+            self._connection = Connection(self._lighthouse)
+            self._store = host_store(self._timeout, self._host)
+            self._make_manager(self._store.port)
+            return MET
+        except (OSError, RuntimeError):
+            return NO_LIGHTHOUSE
+
+    def _make_manager(self, port: int) -> None:
+        self._manager = new_manager(
+            self._group,
+            self._transport,
+            self._heal,
+            lambda: State(self._tensors(), self._give() | {"lineage": self._lineage}),
+            replica_id=self._table.replica or 0,
+            min_replicas=self._table.min_replicas,
+            lighthouse=self._lighthouse,
+            host=self._host,
+            store=(self._host, port),
+            timeout=self._timeout,
+            quorum_timeout=timedelta(seconds=self._table.join_timeout_seconds) + self._heal_timeout,
+            connect_timeout=timedelta(seconds=CONNECT_WITHIN_S),
+        )
+        self._manager.load_state_dict(self._state)
+
+    def _error(self) -> Any:
+        return None if self._manager is None else self._manager.errored()
+
+    def _report(self, error: RuntimeError) -> None:
+        assert self._manager is not None, "of this quorum"
+        self._manager.report_error(error)
 
     def _max_in_group(self, number: int) -> int:
         most = torch.tensor(number)
@@ -158,30 +264,40 @@ class Replicas:
             return
         gone, come = (sorted(set(x) - set(y)) for x, y in ((before, self.living), (self.living, before)))
         changes = [f"{_numbers(gone)} gone"] * bool(gone) + [f"{_numbers(come)} come"] * bool(come and before)
-        healed = f"; this one, {self._table.replica}, healed" if self._healed else ""
+        seconds = self._transport.last_seconds
+        healed = f"; this one, {self._table.replica}, healed in {seconds:.1f} s" if self._healed else ""
         logger.info(
             f"replicas: {len(self.living)} of {self._table.replicas} live: {_numbers(self.living)}"
             f"{' (' + ', '.join(changes) + ')' if changes else ''}{healed}"
         )
 
     def _heal(self, state: State) -> None:
+        self._lineage = state.rest.pop("lineage")
         self._take(*state)
         self._healed = True
 
     def gather(self, numbers: list[int]) -> list[list[int]]:
-        """Return the same list of every living replica's same rank; of this one alone if a replica is lost."""
+        """Return the same list of every living replica's same rank; of this one alone if a replica is lost, or did
+        another step than the others."""
         if len(self.living) == 1:
             return [numbers]
-        mine = torch.tensor(numbers, device=self._device)
+        mine = torch.tensor([self._lineage, *numbers], device=self._device)
         everyones = [torch.empty_like(mine) for _ in self.living]
         options = AllgatherOptions()
-        options.timeout = self._heal_timeout  # one of them may heal
+        options.timeout = self._heal_timeout if self._group.is_new else self._timeout  # one of a new one may heal
+        self._group.is_new = False
         try:
             self._group.allgather([everyones], [mine], options).wait()
-            return [each.tolist() for each in everyones]
+            told = [each.tolist() for each in everyones]
         except RuntimeError as error:
-            self._manager.report_error(error)
+            self._report(error)
             return [numbers]
+        lineages = [lineage for lineage, *_ in told]
+        if len({*lineages}) > 1:
+            self._report(RuntimeError("replicas did the same step apart, and are not alike: some heal"))
+            self._is_another = self._lineage != lineages[0]
+            return [numbers]
+        return [others for _, *others in told]
 
     def sum(self, model: nn.Module, output: StepOutput) -> StepOutput:
         """Add up gradients, in place, and a step's output over the replicas.
@@ -202,19 +318,30 @@ class Replicas:
         return output._replace(loss=loss)
 
     def _sum(self, tensors: Iterable[Tensor]) -> None:
-        if len(self.living) == 1:
+        if len(self.living) == 1 or self._error() is not None:
             return
-        works = [self._manager.allreduce(x, reduce_op=ReduceOp.SUM) for x in tensors]
-        for work in works:
-            work.wait()
+        options = AllreduceOptions()  # of a sum
+        options.timeout = self._timeout
+        try:
+            works = [self._group.allreduce([x], options) for x in tensors]
+            for work in works:
+                work.wait()
+        except RuntimeError as error:
+            self._report(error)
 
     def commit(self) -> bool:
         """Return the vote of this group's ranks: whether the step counts, or is done anew."""
+        assert self._manager is not None, "of this quorum"
         committed = bool(self._manager.should_commit(timeout=self._timeout + self._heal_timeout))
-        if not committed:
+        if committed:
+            self._lineage = zlib.crc32(repr((self._lineage, self.living)).encode())
+        else:
             self.redone += 1
+            if self._max_in_group(self._is_another):
+                self._manager.load_state_dict({"step": 0, "batches_committed": 0})  # so that it heals
+                self._is_another = False
             if dist.get_rank() == 0:
-                why = _first_line(self._manager.errored())
+                why = _first_line(self._error())
                 logger.warning(f"a replica was lost in this step, which is done anew: {why}")
         return committed
 
@@ -225,11 +352,21 @@ class Replicas:
 
     def numbers(self) -> dict[str, float]:
         """Return the numbers to log: replicas that live, steps done anew, and seconds that healing took."""
-        return {"replicas": len(self.living), "redone_steps": self.redone, "heal_s": self._transport.seconds}
+        return {
+            "replicas": len(self.living),
+            "redone_steps": self.redone,
+            "heal_s": round(self._transport.seconds, 3),
+        }
+
+    def state(self) -> dict[str, Any]:
+        """Return the state of the replicas, for status.json."""
+        return {"this": self._table.replica, "living": list(self.living), "of": self._table.replicas, **self.numbers()}
 
     def close(self) -> None:
         """Leave the others, which notice it as a loss."""
-        self._manager.shutdown(wait=False)
+        if self._manager is not None:
+            self._manager.shutdown(wait=False)
+        self._transport.close()
 
 
 def _first_line(error: Any) -> str:

@@ -70,7 +70,7 @@ class Transport(CheckpointTransport[dict[str, Any]]):
         self._token, self._tensors, self._timeout = token, tensors, timeout
         self._served: tuple[int, State] | None = None
         self._changed, self._sending = threading.Condition(), 0
-        self.seconds = 0.0  # that receiving has taken in all
+        self.seconds = self.last_seconds = 0.0  # that receiving has taken in all, and the last time
         self._server = _Server((host, 0), _handler(self))
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.1,), name="heal", daemon=True)
         self._thread.start()
@@ -123,10 +123,15 @@ class Transport(CheckpointTransport[dict[str, Any]]):
                 state = receive(response, self._tensors(), begin + self._timeout.total_seconds())
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise HealError(f"{metadata} did not send the state of step {step}: {error}") from error
-        self.seconds += time.monotonic() - begin
+        self.last_seconds = time.monotonic() - begin
+        self.seconds += self.last_seconds
         return _nested(state)
 
     def shutdown(self, wait: bool = True) -> None:
+        """Do nothing: this outlives torchft's manager, which calls it."""
+
+    def close(self) -> None:
+        """Listen no longer."""
         self._server.shutdown()
         self._server.server_close()
 

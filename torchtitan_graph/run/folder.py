@@ -3,9 +3,10 @@
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
+from typing import Any
 
 from torchtitan_graph import stop
 from torchtitan_graph.checkpoint.folder import CHECKPOINTS, CONFIG
@@ -20,7 +21,7 @@ from torchtitan_graph.run.drift import check_drift
 from torchtitan_graph.run.failure import release_reserve, reserve
 from torchtitan_graph.run.hang import TRACES
 from torchtitan_graph.run.lock import Lock
-from torchtitan_graph.run.status import FAILED, HEARTBEAT_S, Status, is_starting
+from torchtitan_graph.run.status import FAILED, HEARTBEAT_S, STARTUP, WAITING, Status, activity_of
 from torchtitan_graph.small_files import BadFile, read_small, write_text
 
 
@@ -105,23 +106,38 @@ class RunFolder:
         if self.status:
             self.status.resume(step)
 
-    def wait_for_replicas(self, most_s: float) -> None:
-        """Wait for the job's other replica groups that are starting, so that those that start together train together;
-        all ranks together."""
-        on_rank_0(lambda: self._wait_for_replicas(most_s), files_group())
+    def wait_for_replicas(self, others: Sequence[Path], most_s: float) -> None:
+        """Wait for the job's other replica groups, whose folders these are, unless one of them trains already: a job
+        begins with all of them, or after `most_s`. All ranks call together."""
+        on_rank_0(lambda: self._wait_for_replicas(others, most_s), files_group())
 
-    def _wait_for_replicas(self, most_s: float) -> None:
-        if self.status is not None:
-            self.status.write()  # the others wait for this one
-        until = time.monotonic() + most_s
-        others = [path for path in self.path.parent.glob("replica_*") if path.name != self.path.name]
-        while any(map(is_starting, others)) and time.monotonic() < until and not stop.received():
-            time.sleep(0.2)
+    def _wait_for_replicas(self, others: Sequence[Path], most_s: float) -> None:
+        assert self.status is not None, "rank 0 has it"
+        begin = told = time.monotonic()
+        with self.status.during(WAITING):
+            self.status.write()  # the others look for it
+            while not stop.received() and (now := time.monotonic()) < begin + most_s:
+                doing = [activity_of(path) for path in others]
+                if all(each == WAITING for each in doing) or any(
+                    each not in (None, STARTUP, WAITING) for each in doing
+                ):
+                    break
+                if now > told + 10:
+                    told = now
+                    missing = [path.name for path, each in zip(others, doing, strict=True) if each is None]
+                    logger.info(f"waiting for {', '.join(missing) or 'others that start'}, at most {most_s:.0f} s")
+                time.sleep(0.2)
+        self.status.write()
 
-    def done(self, step: int, loss: float | None) -> None:
-        """Record a finished step and its loss."""
+    def done(self, step: int, loss: float | None, replicas: dict[str, Any] | None = None) -> None:
+        """Record a finished step, its loss, and the state of the replica groups, where there are any."""
         if self.status:
-            self.status.done(step, loss)
+            self.status.done(step, loss, replicas)
+
+    def lose(self, seconds: float) -> None:
+        """Count so many of the last seconds as lost: a step is done anew."""
+        if self.status:
+            self.status.lose(seconds)
 
     def close(self, state: str, reason: str = "") -> None:
         """Write the last status, log where time and memory went, and release the folder; an error is a warning."""

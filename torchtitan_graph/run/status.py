@@ -17,10 +17,10 @@ NAME = "status.json"
 RUNNING, STOPPED, FINISHED, FAILED = "running", "stopped", "finished", "failed"
 HEARTBEAT_S = 10
 # Categories of time. They add up to the time from the run's first start to its last heartbeat: steps that stayed, work
-# lost with a process and done again, start-up, checkpoints, validation, no process while the same job restarts, and no
-# process since nobody had started one.
-STARTUP = "startup"
-TIMES = ("useful", "lost", STARTUP, "checkpoint", "validation", "restarting", "idle")
+# lost with a process and done again, start-up, checkpoints, validation, the wait for other replica groups, no process
+# while the same job restarts, and no process since nobody had started one.
+STARTUP, WAITING = "startup", "waiting"
+TIMES = ("useful", "lost", STARTUP, "checkpoint", "validation", WAITING, "restarting", "idle")
 
 MAX_REASON = 500  # characters: the file fits into a block, and can be overwritten on a full disk
 
@@ -44,12 +44,12 @@ class Activity(TypedDict):
     time: Seconds
 
 
-def is_starting(folder: Path) -> bool:
-    """Return whether a run in a folder is alive and has not begun to train."""
+def activity_of(folder: Path) -> str | None:
+    """Return what a run in a folder does, one of TIMES; None if it is not alive."""
     status = read_record(folder / NAME, Activity)
-    if status is None or status["state"] != RUNNING or status["activity"] != STARTUP:
-        return False
-    return time.time() - status["time"] < 3 * HEARTBEAT_S
+    if status is None or status["state"] != RUNNING or time.time() - status["time"] > 3 * HEARTBEAT_S:
+        return None
+    return status["activity"]
 
 
 def read_status(folder: Path) -> Written | None:
@@ -119,10 +119,18 @@ class Status:
             with self._mutex:
                 self._count("useful")
 
-    def done(self, step: int, loss: float | None = None) -> None:
-        """Record a finished step and its loss."""
+    def done(self, step: int, loss: float | None = None, replicas: dict[str, Any] | None = None) -> None:
+        """Record a finished step, its loss, and the state of the replica groups, where there are any."""
         with self._mutex:
-            self._content |= {"step": step, "loss": loss}
+            self._content |= {"step": step, "loss": loss, **({} if replicas is None else {"replicas": replicas})}
+
+    def lose(self, seconds: float) -> None:
+        """Count so many of the last seconds as lost: a step is done anew."""
+        with self._mutex:
+            self._count(self._activity)
+            seconds = min(seconds, self._seconds["useful"])
+            self._seconds["useful"] -= seconds
+            self._seconds["lost"] += seconds
 
     def write(self, state: str = RUNNING, reason: str = "") -> None:
         """Write the file, with the present time: the heartbeat."""

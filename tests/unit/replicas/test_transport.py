@@ -45,7 +45,7 @@ def make() -> Iterator[Any]:
     yield transport
     for each in made:
         each.disallow_checkpoint()
-        each.shutdown()
+        each.close()
 
 
 def receive(here: Transport, there: Transport, step: int = 7) -> Any:

@@ -253,7 +253,7 @@ def _collect(store: dist.TCPStore, world_size: int) -> tuple[dict[int, dict[str,
 
 def _node_of(rank: int, world_size: int) -> str:
     """Return the node of a rank by its number: ranks fill nodes in order."""
-    names = os.environ.get("PREFLIGHT_NODES", "").split()
+    names = os.environ.get("JOB_NODES", "").split()
     return names[rank * len(names) // world_size] if names else f"of rank {rank}"
 
 

@@ -4,13 +4,16 @@
 
 `stopped` is the end of an attempt that got a signal to stop. The run's status and failures decide, never an exit code.
 The history of the job's attempts is in `requeue.json` in the run's folder.
+
+The script does what is decided, which the last line on stdout says: `train FOLDER`, `requeue [NODES TO EXCLUDE]`,
+`finished` or `stop`. SLURM's commands are not called here, for a container has none: the script passes what they say in
+JOB_NODES (the job's nodes), DOWN_NODES (the cluster's nodes that are down) and JOB (`scontrol --oneliner show job`).
 """
 
 import json
 import os
 import re
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import NamedTuple, TypedDict
@@ -27,6 +30,7 @@ from torchtitan_graph.small_files import Count, write_text
 MAX_FRUITLESS = 3  # attempts in a row without progress: then the job stops
 MAX_NODE_FAILURES = 2  # of one node in one job: then the job excludes the node
 NAME = "requeue.json"
+VARIABLES = ("SLURM_JOB_ID", "JOB_NODES", "DOWN_NODES", "JOB")  # which the script sets
 
 
 class Attempt(TypedDict):
@@ -74,7 +78,8 @@ def begin_attempt(folder: Path, job_id: str, restart: int, nodes: list[str], dow
     except OSError as error:
         if is_transient(error):
             raise
-        return Decision(False, f"{folder} can't be written: {find_full_disk(folder, str(error)) or error}", [])
+        hint = "; if the container does not show it, add it to CONTAINER_MOUNTS" if os.environ.get("CONTAINER") else ""
+        return Decision(False, f"{folder} can't be written: {find_full_disk(folder, str(error)) or error}{hint}", [])
     return _limit(attempts, [], f"attempt {restart + 1} on {', '.join(nodes)}")
 
 
@@ -139,48 +144,46 @@ def _limit(attempts: list[Attempt], ends_at: list[int], why: str) -> Decision:
 
 
 def main() -> int:
-    """Return 0 if the attempt should begin, or the job's work is done or continues in another attempt; else 1 or 2."""
+    """Print the decision, and return 0; 2 if the call is wrong."""
     when, *options = sys.argv[1:] or [""]
-    missing = [f"{name} is not set" for name in ("SLURM_JOB_ID", "SLURM_JOB_NODELIST") if name not in os.environ]
+    missing = [f"{name} is not set" for name in VARIABLES if name not in os.environ]
     if when not in ("begin", "end", "stopped"):
         missing.insert(0, f"{when!r} is not begin, end or stopped")
     if missing:
         usage = "python -m torchtitan_graph.launch.requeue begin|end|stopped [--table.key value ...]"
-        print(f"requeue: {'; '.join(missing)}. In a SLURM job: {usage}", file=sys.stderr)
+        print(f"requeue: {'; '.join(missing)}. In a job of multinode_trainer.slurm: {usage}", file=sys.stderr)
         return CONFIGURATION
-    job_id, restart = os.environ["SLURM_JOB_ID"], int(os.environ.get("SLURM_RESTART_COUNT") or 0)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # sent by SLURM to a job that is ending: there is work left to do
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    nodes = _slurm("scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]).split()
+    print(_decide(when, options))
+    return 0
+
+
+def _decide(when: str, options: list[str]) -> str:
+    """Return the line for the script, and print why."""
+    job_id, restart = os.environ["SLURM_JOB_ID"], int(os.environ.get("SLURM_RESTART_COUNT") or 0)
+    nodes, down = os.environ["JOB_NODES"].split(), os.environ["DOWN_NODES"].split()
     try:
         folder = Path(load(options).job.dump_folder)
-        decision = _decide(when, folder, job_id, restart, nodes)
+        if when == "begin":
+            decision = begin_attempt(folder, job_id, restart, nodes, down)
+        else:
+            decision = end_attempt(folder, job_id, restart, down, got_signal=when == "stopped")
+            _report(folder)
     except UserError as error:
         print(f"requeue: no attempt: {error}", file=sys.stderr)
-        return 1
+        return "stop"
     except OSError as error:
         if not is_transient(error):
             raise
         print(f"requeue: go on: storage is unavailable: {error}", file=sys.stderr)
-        return 0 if _requeue(job_id, []) and when != "begin" else 1
-    if when == "begin":
-        print(folder)
-    held = [node for node in decision.exclude if node in nodes]
+        return _requeue([])
     print(f"requeue: {'go on' if decision.again else 'stop'}: {decision.why}", file=sys.stderr)
     if not decision.again:
-        return 0 if decision.why == "the run is finished" else 1
-    if when == "begin" and not held:
-        return 0
-    return 0 if _requeue(job_id, decision.exclude) and when != "begin" else 1
-
-
-def _decide(when: str, folder: Path, job_id: str, restart: int, nodes: list[str]) -> Decision:
-    down = _slurm("sinfo", "--noheader", "--Node", "--states=down,drain,fail,unk,no_respond", "--format=%N").split()
-    if when == "begin":
-        return begin_attempt(folder, job_id, restart, nodes, down)
-    decision = end_attempt(folder, job_id, restart, down, got_signal=when == "stopped")
-    _report(folder)
-    return decision
+        return "finished" if decision.why == "the run is finished" else "stop"
+    if when == "begin" and not set(decision.exclude).intersection(nodes):
+        return f"train {folder}"
+    return _requeue(decision.exclude)
 
 
 def _report(folder: Path) -> None:
@@ -193,26 +196,17 @@ def _report(folder: Path) -> None:
             print(printable(failure["traceback"]), file=sys.stderr)
 
 
-def _requeue(job_id: str, exclude: list[str]) -> bool:
-    """Requeue the job, excluding nodes, unless somebody has cancelled it; return whether it is requeued."""
-    job = _slurm("scontrol", "--oneliner", "show", "job", job_id)
+def _requeue(exclude: list[str]) -> str:
+    """Return the line that requeues the job without some nodes; `stop` if somebody has cancelled it."""
+    job = os.environ["JOB"]
     if re.search(r"JobState=(CANCELLED|PREEMPTED)", job):
         print("requeue: the job is cancelled or preempted: SLURM has the word", file=sys.stderr)
-        return False
-    _slurm("scontrol", "requeue", job_id)
-    if exclude:
-        print(f"requeue: without {', '.join(exclude)}, which failed repeatedly", file=sys.stderr)
-        before = re.search(r"ExcNodeList=(?!\(null\))(\S+)", job)  # the user's own, and ours of earlier attempts
-        names = ",".join([*([before[1]] if before else []), *exclude])
-        _slurm("scontrol", "update", f"JobId={job_id}", f"ExcNodeList={names}")
-    return True
-
-
-def _slurm(*words: str) -> str:
-    done = subprocess.run(words, capture_output=True, text=True)
-    if done.returncode:
-        print(f"requeue: {' '.join(words)}: {done.stderr.strip()}", file=sys.stderr)
-    return done.stdout
+        return "stop"
+    if not exclude:
+        return "requeue"
+    print(f"requeue: without {', '.join(exclude)}, which failed repeatedly", file=sys.stderr)
+    before = re.search(r"ExcNodeList=(?!\(null\))(\S+)", job)  # the user's own, and ours of earlier attempts
+    return f"requeue {','.join([*([before[1]] if before else []), *exclude])}"
 
 
 if __name__ == "__main__":

@@ -192,7 +192,7 @@ def test_wrong_clock_and_absent_node_are_named_at_once(tmp_path: Path) -> None:
     """Node b's clock is an hour off; node c never comes. The time for reports is shortened."""
     patch = "import os, time\np.REPORT_WITHIN_S = 15.0\n"
     patch += "if os.environ['SLURM_PROCID'] == '1': now = time.time; time.time = lambda: now() + 3600"
-    codes, output = launch(tmp_path, [0, 1], 3, ["a", "b", "c"], {"PATCH": patch, "PREFLIGHT_NODES": "a b c"})
+    codes, output = launch(tmp_path, [0, 1], 3, ["a", "b", "c"], {"PATCH": patch, "JOB_NODES": "a b c"})
     assert codes == [5, 5], output
     assert "node b: its clock is +3600 s off that of a" in output
     assert "node c: it did not report" in output

@@ -1,10 +1,12 @@
 """Which ends of an attempt lead to another one, and where."""
 
+import errno
 import json
 import os
 import re
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +14,34 @@ import pytest
 
 from disks import fill, small_disk
 from torchtitan_graph.launch import requeue
-from torchtitan_graph.launch.requeue import MAX_FRUITLESS, Decision, begin_attempt, end_attempt
+from torchtitan_graph.launch.requeue import MAX_FRUITLESS, VARIABLES, Decision, begin_attempt, end_attempt
 from torchtitan_graph.run.failure import FAULT
 
 NODES = ["n1", "n2"]
 
 
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Callable[..., str]:
+    """Give a function that asks as multinode_trainer.slurm does, and returns the line that is its answer."""
+    for name, value in {"SLURM_JOB_ID": "7", "JOB_NODES": "n1 n2", "DOWN_NODES": "", "JOB": ""}.items():
+        monkeypatch.setenv(name, value)
+
+    def ask(when: str, restart: int = 0, **env: str) -> str:
+        for name, value in {"SLURM_RESTART_COUNT": str(restart), **env}.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(sys, "argv", ["requeue", when, "--job.dump_folder", str(tmp_path / "run")])
+        capsys.readouterr()
+        assert requeue.main() == 0
+        (line,) = capsys.readouterr().out.splitlines()
+        return line
+
+    return ask
+
+
 @pytest.mark.parametrize(
     ("words", "missing"),
     [
-        ([], "'' is not begin, end or stopped; SLURM_JOB_ID is not set"),
+        ([], "'' is not begin, end or stopped; SLURM_JOB_ID is not set; JOB_NODES is not set; DOWN_NODES"),
         (["start"], "'start' is not begin, end or stopped"),
         (["--help"], "'--help' is not begin"),
         (["begin"], "requeue: SLURM_JOB_ID is not set"),
@@ -33,27 +53,47 @@ def test_a_wrong_call_is_told_how_it_is_done(
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     monkeypatch.setattr(sys, "argv", ["requeue", *words])
     assert requeue.main() == 2
-    said = capsys.readouterr().err
-    assert missing in said and "requeue begin|end|stopped [--table.key value ...]" in said
+    said = capsys.readouterr()
+    assert missing in said.err and "requeue begin|end|stopped [--table.key value ...]" in said.err and not said.out
 
 
-def test_what_the_batch_script_asks_is_answered(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    script = (Path(requeue.__file__).parents[2] / "multinode_trainer.slurm").read_text()
-    ends = sorted(set(re.findall(r"\bend=(\w+)", script)))
-    assert ends == ["end", "stopped"] and 'torchtitan_graph.launch.requeue "$end"' in script
-    asked: list[tuple[str, ...]] = []
-    monkeypatch.setattr(requeue, "_slurm", lambda *words: asked.append(words) or "n1")
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
-    monkeypatch.setenv("SLURM_JOB_NODELIST", "n1")
+def test_what_the_batch_script_asks_is_answered(script: Callable[..., str], tmp_path: Path) -> None:
+    text = (Path(requeue.__file__).parents[2] / "multinode_trainer.slurm").read_text()
+    ends = sorted(set(re.findall(r"\bend=(\w+)", text)))
+    assert ends == ["end", "stopped"] and "decide begin" in text and "decide $end" in text
+    assert all(f"export {name}" in text or re.search(rf"export .*\b{name}\b", text) for name in VARIABLES[1:])
     for restart, end in enumerate(ends):
-        monkeypatch.setenv("SLURM_RESTART_COUNT", str(restart))
-        for when in ("begin", end):
-            monkeypatch.setattr(sys, "argv", ["requeue", when, "--job.dump_folder", str(tmp_path)])
-            assert requeue.main() == 0
-        assert "requeue: go on: " in capsys.readouterr().err
-    assert asked.count(("scontrol", "requeue", "7")) == len(ends)
+        assert script("begin", restart) == f"train {tmp_path / 'run'}"
+        assert script(end, restart) == "requeue"
+
+
+def test_job_that_is_cancelled_is_not_requeued(script: Callable[..., str]) -> None:
+    script("begin")
+    assert script("end", JOB="JobId=7 JobState=CANCELLED Reason=None") == "stop"
+    assert script("end", JOB="JobId=7 JobState=RUNNING Reason=None") == "requeue"
+
+
+def test_nodes_are_excluded_besides_those_of_the_user(script: Callable[..., str]) -> None:
+    for restart, others in enumerate(("(null)", "n8,n9")):
+        assert script("begin", restart).startswith("train ")
+        answer = script("end", restart, DOWN_NODES="n2", JOB=f"JobState=RUNNING ExcNodeList={others} NumNodes=2")
+        assert answer == ("requeue n8,n9,n2" if restart else "requeue")
+    assert script("begin", 2) == "requeue n8,n9,n2"  # SLURM gave the job a node that it excludes
+
+
+def test_folder_that_a_container_does_not_show_says_so(
+    script: Callable[..., str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    def read_only(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(Path, "mkdir", read_only)
+    monkeypatch.setenv("CONTAINER", "image.sif")
+    monkeypatch.setattr(sys, "argv", ["requeue", "begin", "--job.dump_folder", "/elsewhere/run"])
+    assert requeue.main() == 0
+    said = capsys.readouterr()
+    assert said.out == "stop\n"
+    assert "/elsewhere/run can't be written: [Errno 30]" in said.err and "add it to CONTAINER_MOUNTS" in said.err
 
 
 class FakeJob:

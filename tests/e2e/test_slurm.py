@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -51,16 +52,18 @@ def cluster() -> Iterator[Callable[..., str]]:
 
 
 class Job:
-    """A job of two nodes with the run in `folder / "run"`."""
+    """A job of two nodes with the run in `folder / "run"`; `per_node` processes on each, on CPUs."""
 
-    def __init__(self, cluster: Callable[..., str], folder: Path, slow_s: float, *sbatch: str) -> None:
+    def __init__(
+        self, cluster: Callable[..., str], folder: Path, slow_s: float, *sbatch: str, per_node: int = 1, **env: str
+    ) -> None:
         self.cluster, self.folder, self.run = cluster, folder, folder / "run"
         script = str(REPOSITORY / "multinode_trainer.slurm")
+        tasks = [f"--ntasks-per-node={per_node}"] if per_node else []
         said = cluster(
-            *["sbatch", "--nodes=2", "--parsable", *sbatch, script, "--job.dump_folder", str(self.run), *SLOW],
+            *["sbatch", "--nodes=2", "--parsable", *tasks, *sbatch, script, "--job.dump_folder", str(self.run), *SLOW],
             cwd=folder,
-            CONFIG_FILE=TINY,
-            SLOW_S=str(slow_s),
+            **{"CONFIG_FILE": TINY, "SLOW_S": str(slow_s), **env},
         )
         self.id = said.strip()
 
@@ -76,6 +79,12 @@ class Job:
         while not is_so():
             assert time.monotonic() < deadline, f"not {what} in {seconds} s: {self.show()}\n{self.log()[-8000:]}"
             time.sleep(1)
+
+    def wait_for_its_refusal(self) -> str:
+        """Return what the script said when it refused the job."""
+        self.wait_until("failed", lambda: "JobState=FAILED" in self.show(), 60)
+        assert "ExitCode=2:0" in self.show() and "Restarts=0" in self.show(), self.log()
+        return self.log()
 
     def wait_for_the_end(self) -> None:
         ended = r"JobState=(COMPLETED|FAILED|CANCELLED|TIMEOUT)"
@@ -133,7 +142,7 @@ def test_node_that_fails_the_preflight_again_is_excluded(cluster: Callable[..., 
     try:
         job = Job(cluster, tmp_path, 0, "--time=20")
         job.wait_until("excluded", lambda: "ExcNodeList=n2" in job.show())
-        assert job.log().count("node n2: what it wrote to") == 2, job.log()
+        assert job.log().count("node n2: its file in") == 2, job.log()
         assert "node n1" not in job.log()
         assert not (job.run / "checkpoint").exists()
         cluster("scancel", job.id)
@@ -147,7 +156,7 @@ def test_mistake_in_the_configuration_never_requeues(cluster: Callable[..., str]
     other.mkdir()
     cluster("scancel", job.id)
     said = cluster(
-        *["sbatch", "--nodes=2", "--parsable", "--export=ALL,PREFLIGHT=0,MAX_RESTARTS=0"],
+        *["sbatch", "--nodes=2", "--ntasks-per-node=1", "--parsable", "--export=ALL,PREFLIGHT=0,MAX_RESTARTS=0"],
         *[str(REPOSITORY / "multinode_trainer.slurm"), "--job.dump_folder", str(other / "run"), *SLOW],
         *["--parallelism.tensor_parallel_degree", "3"],
         cwd=other,
@@ -157,3 +166,81 @@ def test_mistake_in_the_configuration_never_requeues(cluster: Callable[..., str]
     job.wait_until("failed", lambda: "JobState=FAILED" in job.show())
     assert "requeue: stop: it would fail in the same way again" in job.log()
     assert "Restarts=0" in job.show()
+
+
+def test_job_that_asks_for_none_of_the_gpus_is_refused(cluster: Callable[..., str], tmp_path: Path) -> None:
+    said = Job(cluster, tmp_path, 0, "--time=20", per_node=0).wait_for_its_refusal()
+    assert said.startswith("the job asked for no GPUs, but node n1 has 1,") and "add --gpus-per-node=1 " in said
+
+
+def test_two_processes_on_each_node(cluster: Callable[..., str], tmp_path: Path) -> None:
+    """SLURM_NTASKS is then set, and each srun has to override it: one launcher on a node, of two processes."""
+    job = Job(cluster, tmp_path, 0, "--time=20", "--export=ALL,PREFLIGHT=0", per_node=2)
+    job.wait_for_the_end()
+    assert "srun: error" not in job.log()  # of launchers that found no place
+    logs = (job.run / "logs").glob("*/*/*/attempt_0/*/stderr.log")
+    assert sorted((log.parts[-5], log.parts[-2]) for log in logs) == [(n, r) for n in ("n1", "n2") for r in ("0", "1")]
+
+
+# Stands in for Apptainer: a file system of its own, with this machine's programs and Python, without SLURM's commands,
+# and with the folders of the host that --bind names; and a PATH of its own.
+APPTAINER = """#!/usr/bin/env bash
+set -e
+echo "$(hostname) ${*//$'\\n'/ }" >>CALLS
+[[ $1 == exec && $2 == --pwd && $4 == --bind && -f $6 ]]
+export FOLDER=$3 MOUNTS=$5
+exec unshare --mount bash -ec '
+    root=$(mktemp -d)
+    mount -t tmpfs none $root
+    mkdir $root/tmp
+    for folder in /bin /sbin /lib /lib64; do [[ ! -L $folder ]] || cp -a $folder $root; done
+    for mount in /usr /etc /proc /dev /sys SHOWN ${MOUNTS//,/ }; do
+        mkdir -p $root${mount#*:}
+        mount --rbind ${mount%%:*} $root${mount#*:}
+    done
+    for command in srun sbatch scontrol sinfo scancel; do mount --bind /dev/null $root/usr/bin/$command; done
+    exec chroot $root env -C $FOLDER PATH=INSIDE:/usr/bin:/bin "$@"' inside "${@:7}"
+"""
+PYTHON_OUTSIDE = "#!/bin/sh\necho Python runs outside of the container >&2\nexit 9\n"
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> dict[str, str]:
+    """Return the variables of a job on a host that has the stand-in for Apptainer, and no Python."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "image.sif").touch()
+    (tmp_path / "job").mkdir()
+    shown = " ".join(sorted({sys.prefix, sys.base_prefix, str(REPOSITORY)}))
+    text = APPTAINER.replace("SHOWN", shown).replace("INSIDE", f"{sys.prefix}/bin")
+    text = text.replace("CALLS", f"{tmp_path}/calls")
+    for name, content in {"apptainer": text, "python": PYTHON_OUTSIDE}.items():
+        (tmp_path / "bin" / name).write_text(content)
+        (tmp_path / "bin" / name).chmod(0o755)
+    return {"PATH": f"{tmp_path}/bin:/usr/sbin:/usr/bin:/sbin:/bin", "CONTAINER": str(tmp_path / "image.sif")}
+
+
+def test_all_python_runs_in_the_container_and_goes_on_after_a_stop(
+    cluster: Callable[..., str], never_stopped: Path, host: dict[str, str], tmp_path: Path
+) -> None:
+    job = Job(cluster, tmp_path / "job", 2, "--time=20", **host)
+    job.wait_until("at step 3", lambda: "step 3/8" in job.log())
+    cluster("scancel", "--signal=USR1", job.id)
+    job.wait_for_the_end()
+    assert "Restarts=1" in job.show() and "resuming after step" in job.log()
+    assert "Python runs outside" not in job.log()
+    assert_same_run(job.run, never_stopped)
+    calls = (tmp_path / "calls").read_text().splitlines()
+    for words, nodes in (
+        ("launch.requeue", {"n1"}),
+        ("launch.preflight", {"n1", "n2"}),
+        ("launch --nnodes", {"n1", "n2"}),
+    ):
+        assert {line.split()[0] for line in calls if words in line} == nodes, words
+
+
+def test_dump_folder_must_be_mounted(cluster: Callable[..., str], host: dict[str, str], tmp_path: Path) -> None:
+    log = str(tmp_path / "job" / "slurm-%j.log")
+    (tmp_path / "elsewhere").mkdir()
+    job = Job(cluster, tmp_path / "job", 0, "--time=20", f"--chdir={tmp_path}/elsewhere", f"--output={log}", **host)
+    assert f"job.dump_folder = {job.run}: it is in the container alone" in job.wait_for_its_refusal()
+    assert not job.run.exists()

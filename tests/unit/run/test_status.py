@@ -51,12 +51,13 @@ def test_every_second_is_counted_once(tmp_path: Path, monkeypatch: pytest.Monkey
     second.write(STOPPED, "SIGUSR1")
     status = read_status(tmp_path)
     assert status["seconds"] == {
-        "useful": 42, "lost": 18, "startup": 9, "checkpoint": 3, "validation": 2, "restarting": 0, "idle": 20
+        "useful": 42, "lost": 18, "startup": 9, "checkpoint": 3, "validation": 2, "waiting": 0,
+        "restarting": 0, "idle": 20,
     }  # fmt: skip
     assert (status["state"], status["reason"], status["step"], status["restarts"]) == ("stopped", "SIGUSR1", 10, 1)
     assert second.goodput() == (
         "goodput 44.7% of 94 s "
-        "(lost 19.1%, startup 9.6%, checkpoint 3.2%, validation 2.1%, restarting 0.0%, idle 21.3%)"
+        "(lost 19.1%, startup 9.6%, checkpoint 3.2%, validation 2.1%, waiting 0.0%, restarting 0.0%, idle 21.3%)"
     )
 
 

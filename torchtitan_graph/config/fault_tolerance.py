@@ -7,6 +7,7 @@ from torchtitan_graph.config.job import OPTIONS, JobConfig, Problem, unused
 from torchtitan_graph.errors import UserError
 
 _TABLE = "fault_tolerance"
+AUTO = "auto"  # a lighthouse where the dump folder says
 PACKAGE = "torchft==0.2.0"
 
 
@@ -19,13 +20,14 @@ def problems(config: JobConfig) -> Iterator[Problem]:
         yield Problem(f"{_TABLE}.min_replicas", f"there are {table.replicas} (fault_tolerance.replicas)")
     if table.replica is not None and table.replica >= table.replicas:
         yield Problem(f"{_TABLE}.replica", f"must be from 0 to {table.replicas - 1} (fault_tolerance.replicas)")
-    if table.lighthouse is not None and not 0 < int(table.lighthouse.rpartition(":")[2]) < 2**16:
+    address = table.lighthouse or AUTO
+    if address != AUTO and not 0 < int(address.rpartition(":")[2]) < 2**16:
         yield Problem(f"{_TABLE}.lighthouse", "its port must be from 1 to 65535")
     if table.replica is not None and table.lighthouse is None:
         yield Problem(
             f"{_TABLE}.replica",
-            "one group alone is started: name the lighthouse in fault_tolerance.lighthouse, which python -m"
-            " torchtitan_graph.launch.lighthouse starts; or leave both out, and all groups start on this machine",
+            "one group alone is started: set fault_tolerance.lighthouse too, to auto or an address; leave both out, and"
+            " python -m torchtitan_graph.launch starts all groups on this machine",
         )
     if table.replica is None and table.lighthouse is not None:
         yield Problem(f"{_TABLE}.lighthouse", "say which group is started here, in fault_tolerance.replica")
@@ -92,5 +94,7 @@ def check_package() -> None:
 def notices(config: JobConfig) -> Iterator[Problem]:
     """Yield options of replica groups that have no effect."""
     if not config.fault_tolerance.enable:
-        keys = [key for key in OPTIONS if key.startswith(f"{_TABLE}.") and key != f"{_TABLE}.enable"]
+        of_scripts = ("enable", "replica", "lighthouse")  # a script sets them for any job of an array
+        others = [f"{_TABLE}.{name}" for name in of_scripts]
+        keys = [key for key in OPTIONS if key.startswith(f"{_TABLE}.") and key not in others]
         yield from unused(config, "there are no replica groups while fault_tolerance.enable is false", *keys)

@@ -935,10 +935,11 @@ class FaultTolerance:
     )
     lighthouse: str | None = option(
         None,
-        "Address of the lighthouse, which knows the groups that live, such as http://host:29510. If it is not loopback,"
-        " the groups listen on this machine's address in that network.",
-        pattern=r"http://[\w.-]+:\d{1,5}",
-        means="http://HOST:PORT",
+        "Address of the lighthouse, which knows the groups that live, such as http://host:29510; auto: as dump_folder"
+        " says, where python -m torchtitan_graph.launch.lighthouse writes it. Unless it is on loopback, the groups"
+        " listen on this machine's address in its network.",
+        pattern=r"auto|http://[\w.-]+:\d{1,5}",
+        means="auto or http://HOST:PORT",
     )
     timeout_seconds: int = option(
         60, "A message between groups that takes longer means that one is lost.", minimum=1, maximum=10**6

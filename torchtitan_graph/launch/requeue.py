@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple, TypedDict
 
-from torchtitan_graph.config import load
+from torchtitan_graph.config import load, run_folder
 from torchtitan_graph.errors import UserError, printable
 from torchtitan_graph.patience import find_full_disk, is_transient
 from torchtitan_graph.run.failure import BAD_NODE, CONFIGURATION, FAULT, FINAL, STORAGE_UNAVAILABLE, read_failures
@@ -164,7 +164,7 @@ def _decide(when: str, options: list[str]) -> str:
     job_id, restart = os.environ["SLURM_JOB_ID"], int(os.environ.get("SLURM_RESTART_COUNT") or 0)
     nodes, down = os.environ["JOB_NODES"].split(), os.environ["DOWN_NODES"].split()
     try:
-        folder = Path(load(options).job.dump_folder)
+        folder = run_folder(load(options))
         if when == "begin":
             decision = begin_attempt(folder, job_id, restart, nodes, down)
         else:

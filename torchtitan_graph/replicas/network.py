@@ -2,15 +2,18 @@
 
 import contextlib
 import os
+import re
 import secrets
 import socket
 import urllib.parse
 from pathlib import Path
 
+from torchtitan_graph.config.fault_tolerance import AUTO
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.small_files import read_text
 
 TOKEN = "replicas.token"
+LIGHTHOUSE, ADDRESS = "lighthouse", "address"  # the lighthouse's folder, and a file in it
 CONNECT_WITHIN_S = 5.0
 
 
@@ -55,6 +58,15 @@ class Connection:
 
     def close(self) -> None:
         self._socket.close()
+
+
+def lighthouse_address(lighthouse: str, folder: Path) -> str | None:
+    """Return the address of the lighthouse of the job in `folder`; None if it is not known yet."""
+    if lighthouse != AUTO:
+        return lighthouse
+    path = folder / LIGHTHOUSE / ADDRESS
+    found = read_text(path).strip() if path.exists() else ""
+    return found if re.fullmatch(r"http://[\w.-]+:\d{1,5}", found) else None
 
 
 def address_towards(lighthouse: str) -> str:

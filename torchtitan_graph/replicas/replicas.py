@@ -43,11 +43,13 @@ from torchtitan_graph import stop
 from torchtitan_graph.capture.state import local_part
 from torchtitan_graph.capture.step import StepOutput
 from torchtitan_graph.config import job
+from torchtitan_graph.config.fault_tolerance import AUTO
+from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
 from torchtitan_graph.parallel.agree import files_group, on_rank_0
 from torchtitan_graph.parallel.join import host_store
 from torchtitan_graph.replicas.manager import forget_quorum, group_over_replicas, new_manager
-from torchtitan_graph.replicas.network import Connection, address_towards, job_token
+from torchtitan_graph.replicas.network import LIGHTHOUSE, Connection, address_towards, job_token, lighthouse_address
 from torchtitan_graph.replicas.transport import State, Transport
 
 TELL_AFTER_S = 30.0  # of waiting for enough replicas, or for the lighthouse
@@ -106,7 +108,7 @@ class Replicas:
             step: steps done.
         """
         assert table.replica is not None and table.lighthouse is not None, "the configuration is checked"
-        self._table, self._lighthouse, self._device = table, table.lighthouse, device
+        self._table, self._folder, self._device = table, folder, device
         self._timeout = timedelta(seconds=table.timeout_seconds)
         self._heal_timeout = timedelta(seconds=table.heal_timeout_seconds)
         self._take, self._tensors, self._give = take, tensors, give
@@ -116,7 +118,8 @@ class Replicas:
         self._healed = self._is_another = False
         self._lineage = 0  # of this state: which replicas did its steps
         self._ranks = dist.new_group(backend="gloo")  # of this group, for this thread alone
-        self._host = address_towards(table.lighthouse)
+        self._lighthouse = on_rank_0(self._wait_for_address, files_group())
+        self._host = address_towards(self._lighthouse)
         token = on_rank_0(lambda: job_token(folder), files_group())
         self._transport = Transport(self._host, token, tensors, self._heal_timeout)
         connect = min(self._timeout, timedelta(seconds=CONNECT_WITHIN_S))
@@ -126,6 +129,21 @@ class Replicas:
         self._manager: Manager | None = None
         self._state = {"step": step, "batches_committed": 0}
         self._reach_lighthouse(time.monotonic(), math.inf)
+
+    def _wait_for_address(self) -> str:
+        begin = told = time.monotonic()
+        while (address := self._find_address()) is None:
+            if stop.received() or time.monotonic() > begin + self._table.join_timeout_seconds:
+                raise UserError(
+                    f"fault_tolerance.lighthouse = 'auto': no lighthouse says in {self._folder / LIGHTHOUSE} where it"
+                    " is; start python -m torchtitan_graph.launch.lighthouse with the options of this run"
+                )
+            told = self._maybe_warn(begin, told, f"no lighthouse says in {self._folder / LIGHTHOUSE} where it is")
+            time.sleep(0.5)
+        return address
+
+    def _find_address(self) -> str | None:
+        return lighthouse_address(self._table.lighthouse or AUTO, self._folder)
 
     def join(self) -> bool:
         """Wait for the quorum of the next step, and heal if another replica is ahead; return whether this one now has
@@ -223,6 +241,7 @@ class Replicas:
         try:
             if self._connection is not None:
                 self._connection.close()
+            self._lighthouse = self._find_address() or self._lighthouse  # it may have moved
             self._connection = Connection(self._lighthouse)
             self._store = host_store(self._timeout, self._host)
             self._make_manager(self._store.port)

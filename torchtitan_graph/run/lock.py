@@ -34,8 +34,9 @@ class Lock:
     Raises FolderHeld if another run holds it, or an unknown process.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, stale_after_s: float = STALE_AFTER_S) -> None:
         folder.mkdir(parents=True, exist_ok=True)
+        self._stale_after_s = stale_after_s
         self.path = folder / NAME
         self.me = identity()
         self._content = json.dumps(self.me).encode()
@@ -116,8 +117,8 @@ class Lock:
             said = f"its holder is unknown ({why}); stop the run in it, or name another folder"
         if (stale := self._stale(holder)) is None:
             raise FolderHeld(
-                f"{option}: {said}. If nothing runs, this one can start {STALE_AFTER_S} s after the other's last "
-                f"heartbeat, or at once if you delete {self.path}"
+                f"{option}: {said}. If nothing runs, this one can start {self._stale_after_s:.0f} s after the other's"
+                f" last heartbeat, or at once if you delete {self.path}"
             )
         who = describe(holder) if holder else "an unknown process"
         logger.warning(f"taking over the lock of {self.path.parent} from {who}: {stale}")
@@ -131,7 +132,7 @@ class Lock:
         if holder and same_job and holder["attempt"] < self.me["attempt"]:
             return "it is an earlier attempt of this job"
         age = self._now() - self.path.stat().st_mtime
-        return f"its last heartbeat was {age:.0f} s ago" if age > STALE_AFTER_S else None
+        return f"its last heartbeat was {age:.0f} s ago" if age > self._stale_after_s else None
 
     def _now(self) -> float:
         """Return the file server's time: hosts' clocks may differ from it, and from each other's."""

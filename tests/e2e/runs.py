@@ -130,6 +130,10 @@ class Forks:
         for process in self.processes:
             process.kill()
 
+    def close(self) -> None:
+        """Forget what was printed."""
+        self._output.close()
+
     def output(self) -> str:
         return Path(self._output.name).read_text(errors="replace")
 

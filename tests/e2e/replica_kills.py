@@ -1,7 +1,7 @@
 """Kill ranks, replica groups and the lighthouse of a job at random, and compare what it computed with a run without
 replica groups that nothing has happened to:
 
-    python tests/attacks/replicas.py [--kills 100] [--layout "FSDP 2"] [--replicas 3] [--seed 0]
+    python tests/e2e/replica_kills.py [--kills 100] [--layout "FSDP 2"] [--replicas 3] [--seed 0]
 
 Some kills come at a random time, others at a named moment of a step, which a process draws when it starts. A group that
 loses a rank is killed whole, as torchrun does, and started again; so is the lighthouse. Each group writes of every step
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 if __name__ == "__main__":
-    sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "e2e")]
+    sys.path[:0] = [str(Path(__file__).parents[1])]
 
 from runs import TINY, Forks, start
 
@@ -80,6 +80,7 @@ def patch(pace: float, death: Death | None) -> None:
                     name.encode() + local_part(x).detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
                 )
             record = {"step": self.step, "t": time.time(), "digest": sums.hexdigest()[:16], "loss": metrics.loss}
+            record["pid"] = os.getpid()
             record |= {"tokens": self.tokens_seen, "rows": self.train_data.state_dict()["rows"]}
             record["living"] = len(self.replicas.living) if self.replicas else 0
             with (run_folder(self.config) / f"{LOG}.{rank}").open("a") as file:
@@ -132,6 +133,7 @@ class Storm:
         self.groups = {number: self._start(number, None) for number in range(replicas)}
         self.codes: dict[int, list[int]] = {number: [] for number in range(replicas)}
         self.deaths: list[tuple[float, str]] = []
+        self.drawn: dict[int, Death | None] = {}
 
     def _start_lighthouse(self) -> Forks:
         run = Forks("--job.config_file", TINY, *self.options)
@@ -172,6 +174,7 @@ class Storm:
             time.sleep(0.1)
             if not any(p.is_alive() for p in self.lighthouse.processes):
                 time.sleep(self.rng.random() * 2)
+                self.lighthouse.close()
                 self.lighthouse = self._start_lighthouse()
             for number, group in list(self.groups.items()):
                 codes = [process.exitcode for process in group.processes]
@@ -181,7 +184,7 @@ class Storm:
                     if len(self.deaths) < kills and (-signal.SIGKILL in codes) and self._own_death(number, codes):
                         self.deaths.append((time.time(), f"moment {self.drawn[number].moment}"))
                     group.kill()
-                    (self.folder / f"output.{number}").open("a").write(group.output())
+                    self._keep_output(number)
                     death = self.drawn_death() if left > 0 and self.rng.random() < moments else None
                     self.drawn[number] = death
                     self.groups[number] = self._start(number, death)
@@ -198,11 +201,20 @@ class Storm:
                 reached, moved = step, time.monotonic()
             if time.monotonic() > moved + SAME_S:
                 raise TimeoutError(f"no step after {reached}")
-        for number, group in self.groups.items():
-            (self.folder / f"output.{number}").open("a").write(group.output())
-        self.lighthouse.kill()
+        self.close()
 
-    drawn: dict[int, Death | None] = {}
+    def close(self) -> None:
+        """Kill what runs still, and keep what it printed."""
+        for number, group in self.groups.items():
+            group.kill()
+            self._keep_output(number)
+        self.lighthouse.kill()
+        self.lighthouse.close()
+
+    def _keep_output(self, number: int) -> None:
+        with (self.folder / f"output.{number}").open("a") as file:
+            file.write(self.groups[number].output())
+        self.groups[number].close()
 
     def _own_death(self, number: int, codes: list[int | None]) -> bool:
         death = self.drawn.get(number)
@@ -256,12 +268,18 @@ def compare(storm: Storm, hsdp: list[dict[int, dict[str, Any]]], steps: int) -> 
     done = set().union(*(each[0] for each in every.values()))
     assert done == set(range(1, steps + 1)), f"steps {sorted(set(range(1, steps + 1)) - done)} are missing"
     for rank in range(storm.ranks):
+        parted: dict[int, int] = {}  # the step that a process did apart from the others
         for step in range(1, steps + 1):
             here = [each[rank][step] for each in every.values() if step in each[rank]]
             if not here:
                 continue  # the last rank that did it was killed before it wrote
             found["rank-steps"] += len(here)
             found["equal among replicas"] += len(here) * (len({record["digest"] for record in here}) == 1)
+            # A group may have done a step that the others lost it in; it then dies, or heals.
+            digests = collections.Counter(record["digest"] for record in here)
+            apart = {record["pid"] for record in here if record["digest"] != digests.most_common(1)[0][0]}
+            assert not any(parted.get(pid) == step - 1 for pid in apart), f"replicas go on apart in step {step}"
+            parted = dict.fromkeys(apart, step)
             theirs = hsdp[rank * len(storm.groups) if storm.has_stages else rank][step]
             found["equal to HSDP"] += sum(record["digest"] == theirs["digest"] for record in here)
             for record in here:
@@ -298,15 +316,11 @@ def attack(
         number += 1
         place = folder / f"run-{number}"
         storm = Storm(place, layout, replicas, steps, pace, rng)
-        storm.drawn = {}
         try:
             storm.run(min(per_run, kills - sum(kinds.values())), every_s=4.0, moments=0.4)
             found = compare(storm, hsdp, steps)
         except BaseException:
-            for each, group in storm.groups.items():
-                (place / f"output.{each}").open("a").write(group.output())
-                group.kill()
-            storm.lighthouse.kill()
+            storm.close()
             print(f"run {number}: {place}", flush=True)
             raise
         worst = max(worst, found.pop("worst loss"))
@@ -319,10 +333,10 @@ def attack(
             shutil.rmtree(place)
     print(f"{layout}, {replicas} replicas: {dict(kinds)}; {dict(total)}; worst loss {worst:.1e}")
     if len(waits) > 2:
-        tenths = statistics.quantiles(waits, n=10)
-        print(
-            f"seconds without a step: median {tenths[4]:.1f}, 90 % {tenths[8]:.1f}, most {max(waits):.1f}", flush=True
-        )
+        seconds = [each for each, _ in waits]
+        tenths = statistics.quantiles(seconds, n=10)
+        print(f"seconds without a step: median {tenths[4]:.1f}, 90 % {tenths[8]:.1f}, most {max(seconds):.1f}")
+        print("the longest:", ", ".join(f"{each:.1f} ({kind})" for each, kind in sorted(waits)[-8:]), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,14 @@
 """Replica groups: equal to HSDP to the bit, whoever is killed meanwhile; see replica_kills.py for many more kills."""
 
 import json
+import os
 import random
+import shutil
+import subprocess
 import sys
 import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -109,3 +114,92 @@ def test_another_lighthouse_takes_the_place_of_one_that_is_gone(
     connection.close()
     ends[1].set()
     threads[1].join(5)
+
+
+def why_no_namespaces() -> str | None:
+    """Return why no network can be cut here, None where it can."""
+    if shutil.which("ip") is None or os.geteuid() != 0:
+        return "needs ip and root, for network namespaces"
+    done = subprocess.run(["unshare", "--net", "true"], capture_output=True, text=True, check=False)
+    return done.stderr.strip() or None
+
+
+@pytest.fixture
+def machines() -> Iterator[list[str]]:
+    """Two network namespaces, and a bridge that joins them and this one: cutting the second's link parts it."""
+    names = ["tgcut0", "tgcut1"]
+
+    def ip(*words: str) -> None:
+        subprocess.run(["ip", *words], check=True, capture_output=True)
+
+    try:
+        ip("link", "add", "tgcut", "type", "bridge")
+        ip("link", "set", "tgcut", "up")
+        for number, name in enumerate(names):
+            ip("netns", "add", name)
+            ip("link", "add", f"tgcutv{number}", "type", "veth", "peer", "name", "eth0", "netns", name)
+            ip("link", "set", f"tgcutv{number}", "master", "tgcut", "up")
+            for words in (f"addr add 10.254.9.{number + 1}/24 dev eth0", "link set eth0 up", "link set lo up"):
+                ip("-n", name, *words.split())
+        yield names
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+        subprocess.run(["ip", "link", "del", "tgcut"], capture_output=True, check=False)
+
+
+@pytest.mark.slow
+def test_a_network_that_is_cut_stops_the_smaller_side_and_nothing_diverges(tmp_path: Path, request) -> None:
+    if (reason := why_no_namespaces()) is not None:
+        pytest.skip(reason)
+    machines = request.getfixturevalue("machines")
+    folder, address = tmp_path / "run", "http://10.254.9.1:29510"
+    words = [*EAGER, *FP32, "--training.global_batch_size", "6", "--training.local_batch_size", "2"]
+    words += ["--training.steps", "2000", "--fault_tolerance.enable", "--fault_tolerance.replicas", "3"]
+    words += ["--fault_tolerance.lighthouse", address, "--fault_tolerance.heartbeat_timeout_seconds", "2"]
+    words += ["--fault_tolerance.timeout_seconds", "3", "--job.dump_folder", str(folder), "--model.name"]
+    words += ["my_models.slow", "--job.config_file", TINY]
+
+    def on(machine: str, module: str, *more: str) -> Command:
+        python = ["ip", "netns", "exec", machine, sys.executable, "-m", f"torchtitan_graph.{module}"]
+        return Command(*python, *words, *more, SLOW_S="0.3")
+
+    def steps(number: int) -> list[int]:
+        path = folder / f"replica_{number}" / "metrics.jsonl"
+        return [0, *numbers(path.parent)] if path.exists() else [0]
+
+    def wait_for(what: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 120
+        while not what():
+            assert time.monotonic() < deadline, f"see {tmp_path}"
+            time.sleep(0.2)
+
+    lighthouse = on(machines[0], "launch.lighthouse")
+    groups = [on(machines[number == 2], "train", "--fault_tolerance.replica", str(number)) for number in range(3)]
+    try:
+        wait_for(lambda: all(steps(number)[-1] >= 5 for number in range(3)))
+        subprocess.run(["ip", "link", "set", "tgcutv1", "down"], check=True)
+        wait_for(lambda: steps(0)[-1] > steps(2)[-1] + 10)
+        alone = steps(2)[-1]
+        wait_for(lambda: steps(0)[-1] > alone + 20)
+        assert steps(2)[-1] == alone, "the side without the lighthouse stops"
+        subprocess.run(["ip", "link", "set", "tgcutv1", "up"], check=True)
+        wait_for(lambda: steps(2)[-1] > alone + 5)
+        for group in groups:
+            group.process.terminate()
+        for group in groups:
+            result = group.finish()
+            assert result.code == 0, result.output
+    finally:
+        lighthouse.process.terminate()
+        for number, each in enumerate((lighthouse, *groups)):
+            each.process.kill()
+            each.process.wait()
+            (tmp_path / f"output.{number}").write_text(each.output())
+    every = [numbers(folder / f"replica_{number}") for number in range(3)]
+    assert sorted(every[0]) == [*range(1, len(every[0]) + 1)], "every step is done once"
+    for one in every[1:]:
+        common = sorted(one.keys() & every[0].keys())
+        assert common[-1] > alone + 5
+        assert {step: one[step] for step in common} == {step: every[0][step] for step in common}, "nothing diverges"
+    assert len(common) < len(every[0]) - 15

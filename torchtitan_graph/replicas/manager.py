@@ -133,6 +133,15 @@ class _InDaemons:
         """Do nothing."""
 
 
+def end(manager: Manager) -> None:
+    """End a manager: its heartbeats, and on rank 0 its server with the requests of all ranks.
+
+    `Manager.shutdown` alone lets requests to the lighthouse go on.
+    """
+    manager.shutdown(wait=False)
+    manager._manager = None  # with it ends its runtime
+
+
 def forget_quorum(manager: Manager) -> None:
     """Forget a quorum that has failed: the next one would raise its error again."""
     manager._quorum_future = None

@@ -48,13 +48,14 @@ from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
 from torchtitan_graph.parallel.agree import files_group, on_rank_0
 from torchtitan_graph.parallel.join import host_store
-from torchtitan_graph.replicas.manager import forget_quorum, group_over_replicas, new_manager
+from torchtitan_graph.replicas.manager import end, forget_quorum, group_over_replicas, new_manager
 from torchtitan_graph.replicas.network import LIGHTHOUSE, Connection, address_towards, job_token, lighthouse_address
 from torchtitan_graph.replicas.transport import State, Transport
 
 TELL_AFTER_S = 30.0  # of waiting for enough replicas, or for the lighthouse
 STOP_AFTER_S = 2.0  # of waiting a signal to stop ends it
-CONNECT_WITHIN_S = 10.0
+CONNECT_WITHIN_S = 5.0
+ASK_AGAIN_S = 20.0  # the lighthouse, at first
 _LOST = "lighthouse is lost"
 MET, NOT_HEALED, NO_QUORUM, NO_LIGHTHOUSE, LEAVES = range(5)  # whether a rank has the quorum, or why it has not
 
@@ -64,6 +65,7 @@ class _Trial:
 
     def __init__(self, manager: Manager) -> None:
         self.ended, self.outcome, self._manager = threading.Event(), NO_QUORUM, manager
+        self.began = time.monotonic()
         self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
         threading.Thread(target=self._run, name="quorum", daemon=True).start()
 
@@ -116,6 +118,7 @@ class Replicas:
         self.place = 0
         self.redone = self.stop_signal = 0
         self._healed = self._is_another = False
+        self._ask_again_s = ASK_AGAIN_S
         self._lineage = 0  # of this state: which replicas did its steps
         self._ranks = dist.new_group(backend="gloo")  # of this group, for this thread alone
         self._lighthouse = on_rank_0(self._wait_for_address, files_group())
@@ -156,7 +159,7 @@ class Replicas:
         assert self._manager is not None, "of this quorum"
         place = self._manager.participating_rank()
         assert place is not None, "all of a synchronous quorum take part"
-        self.living, self.place = self._group.members, place
+        self.living, self.place, self._ask_again_s = self._group.members, place, ASK_AGAIN_S
         if self.living != before[0] or self._healed:
             self._tell(before[0])
         return self._healed or (self.living, self.place) != before
@@ -180,14 +183,18 @@ class Replicas:
             if trial.ended.wait(0.2):
                 mine = trial.outcome
                 break
-            if self._has_lost_lighthouse():
+            if self._has_lost_lighthouse(trial):
                 mine = NO_LIGHTHOUSE
                 break
             told = self._maybe_warn(began, told, f"fewer than {self._table.min_replicas} replicas live, or one is late")
         met = self._max_in_group(mine)
         if met == NO_LIGHTHOUSE:
-            manager.shutdown(wait=False)  # its request never ends
+            end(manager)
+            trial.ended.wait(self._timeout.total_seconds())  # by an error
             self._state, self._manager = manager.state_dict(), None
+            if self._connection is not None and self._connection.is_open():
+                # The lighthouse would count the old manager, and its request, among those that live.
+                time.sleep(self._table.heartbeat_timeout_seconds + 1.0)
         if met == NOT_HEALED:
             logger.warning(
                 f"replica {self._table.replica} tries again to join the others: {_first_line(manager.errored())}"
@@ -196,13 +203,15 @@ class Replicas:
             manager.should_commit(timeout=self._timeout)
         return met
 
-    def _has_lost_lighthouse(self) -> bool:
-        """Return whether rank 0's connection to the lighthouse is closed; rank 0 tells the others by the store."""
+    def _has_lost_lighthouse(self, trial: _Trial) -> bool:
+        """Return whether rank 0's connection to the lighthouse is closed, or its request may be lost: after a cut of
+        the network the lighthouse may never answer it. Rank 0 tells the others by the store."""
         assert self._store is not None, "of the manager"
         if self._connection is None:
             return bool(self._store.check([_LOST]))
-        if self._connection.is_open():
+        if self._connection.is_open() and time.monotonic() < trial.began + self._ask_again_s:
             return False
+        self._ask_again_s *= 2  # or the lighthouse would not see how long this group has waited for another one
         self._store.set(_LOST, "")
         return True
 
@@ -384,7 +393,7 @@ class Replicas:
     def close(self) -> None:
         """Leave the others, which notice it as a loss."""
         if self._manager is not None:
-            self._manager.shutdown(wait=False)
+            end(self._manager)
         self._transport.close()
 
 

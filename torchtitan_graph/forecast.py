@@ -8,18 +8,20 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from torchtitan_graph import device as devices
-from torchtitan_graph.analysis.cost import Estimate, estimate
-from torchtitan_graph.analysis.liveness import Peak, at_node, host_memory, input_memory, peak_memory
+from torchtitan_graph.analysis.cost import Costs, Estimate, Link, estimate
+from torchtitan_graph.analysis.liveness import Peak, at_node, host_memory, input_memory, owners, peak_memory, size_of
 from torchtitan_graph.analysis.traffic import Traffic, traffic
 from torchtitan_graph.capture.traced import TracedResult
 from torchtitan_graph.config import job
 from torchtitan_graph.device import GIB
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph import meta
+from torchtitan_graph.graph.signature import outputs_of
 from torchtitan_graph.log import logger
+from torchtitan_graph.ops.operator import ALL_REDUCE
 from torchtitan_graph.parallel import recompute
 from torchtitan_graph.parallel.layout import PP
 from torchtitan_graph.parallel.pipeline import FIRST, LAST, StageGraph
@@ -45,7 +47,8 @@ class Forecast:
     where       the node at a step's peak memory; evaluation's, where its peak is higher than training's
     at_peak     bytes at that peak by purpose, in all `held[STEP]`
     sent        collectives of a microbatch by (axis, kind)
-    sent_once   those once a step: of weights, of gradients, and in a pipeline messages between stages
+    sent_once   those once a step: of weights, of gradients, in a pipeline messages between stages, and with replica
+                groups the sum over them
     time        an estimate of a microbatch, and of its communication
     time_once   that of the parts that run once a step, without messages
     operations  of a microbatch of rows of one document
@@ -216,6 +219,13 @@ def forecast(assembly: Assembly, graphs: Graphs, optimizer: job.Optimizer, stage
             where, by = f"evaluation, {_shown(most)}", at_node(gm, most.node)
             if beside:
                 by[BESIDE] = beside
+    if options.num_replicas > 1:
+        link = layout.dims.link_of_replicas(options.num_replicas, options.target.rates.num_near)
+        messages = gradient_messages(graphs)
+        received = sum(ALL_REDUCE.received(size, link.degree) for size in messages)
+        sent_once[link.axis, "all_reduce"] = Traffic(len(messages), received)
+        seconds = seconds_over_replicas(messages, costs, link)
+        time_once += Estimate(seconds, {link.axis: seconds}, {link.axis: seconds})
     if offloaded:
         on_host[OFFLOADED] = offloaded
     operations = graphs.flops.of(visible)
@@ -223,6 +233,25 @@ def forecast(assembly: Assembly, graphs: Graphs, optimizer: job.Optimizer, stage
         held, at_all_times, on_host, where, by, sent, sent_once, time, time_once, costs.rates.name, operations,
         optimizer.name, WHOLE in options.regions,
     )  # fmt: skip
+
+
+def gradient_messages(graphs: Graphs) -> list[int]:
+    """Return the bytes of each message in which a rank's gradients are summed over the replica groups: gradients that
+    share memory are one. See Note [Replicas]."""
+    sizes: dict[Node, int] = {}
+    train = graphs.train
+    for step in train.values() if isinstance(train, dict) else [train]:
+        gm = step.gm if isinstance(step, TracedResult) else step.train.gm
+        owner = owners(gm)
+        memories = [owner[node] for slot, node in outputs_of(gm) if slot.kind == "grad" and node is not None]
+        sizes |= {memory: size_of(memory) for memory in memories}
+    return list(sizes.values())
+
+
+def seconds_over_replicas(messages: Iterable[int], costs: Costs, link: Link) -> float:
+    """Return the seconds of the sum of gradients over the replica groups, after a step's last microbatch: message by
+    message, and nothing beside them."""
+    return sum(costs.all_reduce(size, link) for size in messages)
 
 
 def _add(sent: dict[tuple[str, str], Traffic], more: Mapping[tuple[str, str], Traffic]) -> None:

@@ -29,7 +29,7 @@ from torchtitan_graph.analysis.traffic import collective_of, group_of, is_permut
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.blocks import block_of
 from torchtitan_graph.graph.edit import fact, is_view, value
-from torchtitan_graph.ops.operator import num_bytes, operator_of
+from torchtitan_graph.ops.operator import ALL_REDUCE, num_bytes, operator_of
 from torchtitan_graph.rates import RATES, Rates
 
 aten = torch.ops.aten
@@ -205,15 +205,25 @@ class Costs:
     def sending(self, node: Node, link: Link) -> float:
         """Return a collective's seconds over a link."""
         size, (_, degree, near) = received(node, link.degree), link
-        hop = self.rates.near_hop if near == degree else self.rates.far_hop
         if is_permutation(node):  # all wait for the ranks that send to another machine
             return self.message(size, near == degree) * self.factor(node)
         if collective_of(node).is_pairwise:
             within, between = size * (near - 1) / max(degree - 1, 1), size * (degree - near) / max(degree - 1, 1)
-        else:  # rings through each machine: all bytes enter it once, over all ports of its ranks
-            within, between = size * (near > 1), size / near * (near < degree)
-        seconds = hop * math.ceil(math.log2(degree)) + max(self._travel(within, True), self._travel(between, False))
-        return seconds * self.factor(node)
+            return self._collective(within, between, link) * self.factor(node)
+        return self._in_rings(size, link) * self.factor(node)
+
+    def all_reduce(self, num_bytes: int, link: Link) -> float:
+        """Return the seconds of an all-reduce of so many bytes over a link."""
+        return self._in_rings(ALL_REDUCE.received(num_bytes, link.degree), link)
+
+    def _in_rings(self, size: float, link: Link) -> float:
+        """Return the seconds to receive bytes in rings through each machine: all bytes enter it once, over all ports of
+        its ranks."""
+        return self._collective(size * (link.near > 1), size / link.near * (link.near < link.degree), link)
+
+    def _collective(self, within: float, between: float, link: Link) -> float:
+        hop = self.rates.near_hop if link.near == link.degree else self.rates.far_hop
+        return hop * math.ceil(math.log2(link.degree)) + max(self._travel(within, True), self._travel(between, False))
 
     def message(self, size: float, is_near: bool) -> float:
         """Return the seconds of a message between two devices."""

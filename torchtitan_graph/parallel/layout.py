@@ -28,6 +28,8 @@ FSDP, EXPERT_FSDP = "fsdp", "efsdp"
 # inner one first: that is the order in which sums are sent.
 DATA_AXES = (FSDP, DP_REPLICATE)
 
+REPLICAS = "replicas"  # the same rank of each replica group: no axis of a mesh, see Note [Replicas]
+
 _OTHERS = "others"  # all other ranks of a mesh built for one axis alone
 
 
@@ -71,6 +73,11 @@ class ParallelDims:
     def ep_spans_tp(self) -> bool:
         """Whether the ranks along tp hold different experts, whole ones: each then routes its own part of a row."""
         return self.ep > 1 and self.tp > 1 and self.etp == 1
+
+    def link_of_replicas(self, groups: int, num_near: int) -> Link:
+        """Return the link of the same rank of all replica groups, on machines of `num_near` ranks: the groups follow
+        one another, and each has these degrees."""
+        return Link(REPLICAS, groups, min(groups, max(1, num_near // self.num_ranks)))
 
     def layout(self, device_type: str) -> Layout:
         """Build and return the layout; every rank of the job calls this together.

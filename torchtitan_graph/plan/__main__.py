@@ -10,6 +10,7 @@ and others beside it, or one of your own.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import time
 from collections.abc import Sequence
@@ -17,18 +18,20 @@ from pathlib import Path
 
 from torchtitan_graph.blueprint import Blueprint
 from torchtitan_graph.command import command, make_parser, run_command
-from torchtitan_graph.config import read_beside
+from torchtitan_graph.config import JobConfig, check, read_beside
+from torchtitan_graph.config.job import FaultTolerance
 from torchtitan_graph.device import host_peak_memory_gib
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
 from torchtitan_graph.parallel.layout import DP_REPLICATE
 from torchtitan_graph.plan import find, outlook
 from torchtitan_graph.plan.on_cpu import ThisCpu
-from torchtitan_graph.plan.ranks import CPU, build, configuration
+from torchtitan_graph.plan.ranks import CPU, build, configuration, ranks_of_group
 from torchtitan_graph.plan.report import as_data, lines
-from torchtitan_graph.plan.simulate import by_rates, simulate
-from torchtitan_graph.rates import RATES, find_rates
+from torchtitan_graph.plan.simulate import JobForecast, Prices, by_rates, simulate
+from torchtitan_graph.rates import RATES, Rates, find_rates
 from torchtitan_graph.run.files import check_result, write_result
+from torchtitan_graph.steps import num_replicas
 
 _HEADROOM, _MOST_HEADROOM = 10, 90  # percent
 
@@ -38,7 +41,13 @@ def parser() -> argparse.ArgumentParser:
     epilog = "Other options are those of python -m torchtitan_graph.train --help."
     made = make_parser(__doc__, prog="python -m torchtitan_graph.plan", allow_abbrev=False, epilog=epilog)
     names = ", ".join(name.lower() for name in RATES)
-    made.add_argument("--world", type=int, required=True, help="the number of devices")
+    made.add_argument(
+        "--world",
+        type=int,
+        required=True,
+        help="the number of devices, of all replica groups together where fault_tolerance.enable is set: each group has"
+        " an equal part",
+    )
     made.add_argument("--device", required=True, help=f"{names}, or a file of your own, such as my.toml")
     made.add_argument("--json", type=Path, metavar="FILE", help="write the forecast as data too")
     made.add_argument(
@@ -81,7 +90,10 @@ def main(argv: Sequence[str]) -> int:
             check_result(f"--{name}", path)
     varied = None if options.search is None else find.check_varied(options.search)
     config = configuration(of_training, options.world)
+    ranks, groups = ranks_of_group(config, options.world), num_replicas(config)
     outlook.check_arguments(options, config)
+    if groups > 1 and options.node_mtbf_hours is not None:
+        outlook.check_replicas(groups, config, options.world, rates.num_near)
     if options.replicas is not None:
         if varied is not None and DP_REPLICATE in varied:
             raise UserError(
@@ -90,21 +102,18 @@ def main(argv: Sequence[str]) -> int:
             )
         outlook.check_replicas(options.replicas, config, options.world, rates.num_near)
     if options.expert_load is not None:
-        outlook.check_loads(options.expert_load, Blueprint(config, options.world).model)
+        outlook.check_loads(options.expert_load, Blueprint(config, ranks).model)
     cpu = ThisCpu(options.world) if rates.name == CPU else None
     rates = rates if cpu is None else cpu.rates(rates)
     if varied is not None:
-        of, found = find.search(config, options.world, rates, cpu, varied, headroom / 100)
+        of, found = find.search(config, ranks, rates, cpu, varied, headroom / 100)
         print("\n".join(find.lines(of, found)))
         best = find.best_toml(of, found.best)
         print(best) if options.out is None else write_result("--out", options.out, best)
         config = of.configured(found.best.settings)
-    job = build(config, options.world, rates)
-    if cpu is not None:
-        cpu.learn(job, progress)
-    prices = by_rates(job, rates) if cpu is None else cpu.prices(rates)
-    plan = simulate(job, prices, rates)
-    ahead = outlook.look_ahead(options, plan, prices)
+    plan, prices = forecast(config, ranks, rates, cpu)
+    hsdp = beside_hsdp(plan, rates, cpu) if groups > 1 else None
+    ahead = outlook.look_ahead(options, plan, prices, hsdp)
     print("\n".join([*lines(plan), *ahead.lines()]))
     if options.json is not None:
         write_result("--json", options.json, json.dumps({**as_data(plan), **ahead.data()}, indent=1) + "\n")
@@ -113,6 +122,33 @@ def main(argv: Sequence[str]) -> int:
         f"peak memory of this process {host_peak_memory_gib():.2f} GiB"
     )
     return 0
+
+
+def forecast(config: JobConfig, world_size: int, rates: Rates, cpu: ThisCpu | None) -> tuple[JobForecast, Prices]:
+    """Return the forecast of a job, or of a replica group of one, and the cost model that it is by."""
+    job = build(config, world_size, rates)
+    if cpu is not None:
+        cpu.learn(job, progress)
+    prices = by_rates(job, rates) if cpu is None else cpu.prices(rates)
+    return simulate(job, prices, rates), prices
+
+
+def beside_hsdp(plan: JobForecast, rates: Rates, cpu: ThisCpu | None) -> outlook.Hsdp:
+    """Return a forecast of replica groups beside that of HSDP on the same ranks."""
+    job, tokens = plan.job, plan.job.tokens_per_step
+    degree = job.dims.dp_replicate * job.options.num_replicas
+    config = dataclasses.replace(
+        job.config,
+        fault_tolerance=FaultTolerance(),
+        parallelism=dataclasses.replace(job.config.parallelism, data_parallel_replicate_degree=degree),
+    )
+    logger.info(f"beside it HSDP: {DP_REPLICATE} {degree}")
+    try:
+        check(config, job.num_ranks)
+        other, _ = forecast(config, job.num_ranks, rates, cpu)
+    except UserError as error:
+        return outlook.Hsdp(None, plan.step.seconds, tokens, str(error))
+    return outlook.Hsdp(other.step.seconds, plan.step.seconds, tokens)
 
 
 def progress(done: int, number: int) -> None:

@@ -20,10 +20,10 @@ time. Groups fail and come back independently, so that k of G are away for a sha
 
     P(k) = C(G, k) a^k (1 - a)^(G - k)
 
-whatever the distribution of A (a birth-death chain for exponential A). A step's rows stay the same: of M microbatches
-for each group those of k absent ones are dealt to the others, so that training runs at the speed
+whatever the distribution of A (a birth-death chain for exponential A). A step's rows stay the same: its M microbatches
+are dealt to the groups that live, so that with k away training runs at the speed
 
-    v(k) = M / ceil(M G / (G - k))
+    v(k) = ceil(M / G) / ceil(M / (G - k))
 
 With k away, groups fail at (G - k) r, and as often one comes back to that k. A failure costs a step, done anew, and D,
 until the others go on: D v(k + 1) of work. A group that comes back copies its state from another, while all wait:
@@ -157,7 +157,7 @@ def expect_replicas(
     Args:
         restart_s: from a group's failure until its processes run again.
         groups: at least two, of equal numbers of nodes.
-        num_microbatches: of each group in a step of all.
+        num_microbatches: of a step, which the groups that live share.
         detect_s: from a group's failure until the others train on.
         heal_s: for a returning group to copy its state from another.
     """
@@ -165,8 +165,9 @@ def expect_replicas(
     odds = rate * restart_s  # of being away
     log_chances = [-math.lgamma(k + 1) - math.lgamma(groups - k + 1) + k * math.log(odds) for k in range(groups + 1)]
     log_all = math.lgamma(groups + 1) - groups * math.log1p(odds)
-    chances = [math.exp(log_all + each) for each in log_chances]
-    speeds = [num_microbatches / -(-num_microbatches * groups // (groups - k)) for k in range(groups)]
+    chances = [math.exp(log_all + log_chance) for log_chance in log_chances]
+    each = [-(-num_microbatches // (groups - k)) for k in range(groups)]
+    speeds = [each[0] / of_fewer for of_fewer in each]
     running = sum(chances[:groups])
     fewer = sum(chance * (1 - speed) for chance, speed in zip(chances, speeds, strict=False))
     stops = sum(

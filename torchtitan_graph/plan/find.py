@@ -61,6 +61,8 @@ def figures(plan: JobForecast) -> Figures:
         "bubble": step.bubble,
         "the host": step.host,
         "sums of gradients": step.sums,
+        "the sum over replicas": step.replicas,
+        "replicas' meetings": step.meeting,
         "the optimizer": step.optimizer,
     }
     return Figures(step.seconds, max(plan.needs), {name: s for name, s in parts.items() if s}, _places(plan))

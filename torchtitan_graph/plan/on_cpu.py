@@ -23,7 +23,7 @@ from torchtitan_graph import device as devices
 from torchtitan_graph.analysis.cost import OTHER, Costs, Link, Work
 from torchtitan_graph.analysis.liveness import held_memory, size_of
 from torchtitan_graph.analysis.traffic import collective_of, is_permutation, received
-from torchtitan_graph.ops.operator import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER, Collective
+from torchtitan_graph.ops.operator import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, Collective
 from torchtitan_graph.optim import clip_grad_norm
 from torchtitan_graph.plan.operator_times import Replay, is_run
 from torchtitan_graph.plan.ranks import BuiltJob, Rank
@@ -72,8 +72,13 @@ class ReplayedCosts(Costs):
 
     def sending(self, node: Node, link: Link) -> float:
         wire = _MESSAGE if is_permutation(node) else GLOO.get(collective_of(node), _SUM)
-        steps = math.ceil(math.log2(link.degree))
-        return (wire.latency * steps + received(node, link.degree) / wire.rate) * self.crowding * self.factor(node)
+        return self._on(wire, received(node, link.degree), link) * self.factor(node)
+
+    def all_reduce(self, num_bytes: int, link: Link) -> float:
+        return self._on(_SUM, ALL_REDUCE.received(num_bytes, link.degree), link)
+
+    def _on(self, wire: Wire, size: float, link: Link) -> float:
+        return (wire.latency * math.ceil(math.log2(link.degree)) + size / wire.rate) * self.crowding
 
     def starting(self, node: Node) -> float:
         return self.seconds(node)

@@ -67,14 +67,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--replicas",
         type=int,
         metavar="GROUPS",
-        help="with --node_mtbf_hours: also the share of time that trains if the nodes are so many replica groups, which"
-        " fail one at a time while the others train on",
+        help="with --node_mtbf_hours, for a job without fault_tolerance.enable: also the share of time that trains if"
+        " the nodes are so many replica groups, which fail one at a time while the others train on",
     )
     parser.add_argument(
         "--detect_seconds",
         type=float,
         metavar="SECONDS",
-        help=f"with --replicas: from a group's failure until the others train on (default {_DETECT_SECONDS:g})",
+        help="with --node_mtbf_hours and replica groups: from a group's failure until the others train on (default"
+        f" {_DETECT_SECONDS:g})",
     )
     parser.add_argument(
         "--expert_load",
@@ -105,25 +106,35 @@ def check_arguments(args: argparse.Namespace, config: JobConfig) -> None:
             f"--restart_minutes {args.restart_minutes:g}: is what a failure costs; give --node_mtbf_hours too"
         )
 
+    if args.replicas is not None and config.fault_tolerance.enable:
+        raise UserError(
+            f"--replicas {args.replicas}: the job has replica groups, fault_tolerance.replicas ="
+            f" {config.fault_tolerance.replicas}, and the forecast is of those; leave it out"
+        )
     if args.replicas is not None and args.node_mtbf_hours is None:
         raise UserError(f"--replicas {args.replicas}: is about nodes that fail; give --node_mtbf_hours too")
-    if args.detect_seconds is not None and args.replicas is None:
-        raise UserError(
-            f"--detect_seconds {args.detect_seconds:g}: is what a group's failure costs; give --replicas too"
-        )
+    if args.detect_seconds is not None:
+        what = f"--detect_seconds {args.detect_seconds:g}: is what a group's failure costs"
+        if args.replicas is None and not config.fault_tolerance.enable:
+            raise UserError(f"{what}; give --replicas too, or set fault_tolerance.enable")
+        if args.node_mtbf_hours is None:
+            raise UserError(f"{what}; give --node_mtbf_hours too")
 
 
 def check_replicas(groups: int, config: JobConfig, world: int, num_near: int) -> None:
-    """Check, before any work, that a job of `world` ranks, `num_near` on a node, can be so many replica groups."""
+    """Check, before any work, that a job of `world` ranks, `num_near` on a node, can be so many replica groups that
+    fail one at a time."""
+    has_groups = config.fault_tolerance.enable
     degree = config.parallelism.data_parallel_replicate_degree
     num_nodes, rest = divmod(world, num_near)
     legal = [number for number in range(2, num_nodes + 1) if not rest and num_nodes % number == 0]
     if groups not in legal:
+        option = "--node_mtbf_hours: fault_tolerance.replicas =" if has_groups else "--replicas"
         raise UserError(
-            f"--replicas {groups}: must divide {world} ranks, {num_near} on a node, into two or more equal groups of"
+            f"{option} {groups}: must divide {world} ranks, {num_near} on a node, into two or more equal groups of"
             f" whole nodes: {', '.join(map(str, legal)) or 'there is no such number; take more nodes'}"
         )
-    if degree % groups:
+    if degree % groups and not has_groups:
         raise UserError(
             f"--replicas {groups}: each group holds the whole state, so that parallelism.data_parallel_replicate_degree"
             f" = {degree} must be a multiple of it; set it to {groups}"
@@ -164,9 +175,34 @@ class Uneven:
 
 
 @dataclasses.dataclass(frozen=True)
-class Outlook:
-    """The requested additions to a forecast; None for the others."""
+class Hsdp:
+    """A job of replica groups beside one of the same ranks with as many copies of the model in one mesh, by HSDP.
 
+    step_s             a step's seconds by HSDP; None: a run of it is not legal, for the reason `why`
+    with_groups_s      those of the job
+    tokens             of a step of either
+    """
+
+    step_s: float | None
+    with_groups_s: float
+    tokens: int
+    why: str = ""
+
+    def line(self) -> str:
+        if self.step_s is None:
+            return f"  HSDP in place of the replica groups: no forecast, for {self.why}"
+        by = self.with_groups_s / self.step_s - 1
+        return (
+            f"  HSDP in place of the replica groups: {self.step_s:.4g} s a step; these take {self.with_groups_s:.4g} s,"
+            f" {by:+.1%}"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Outlook:
+    """Additions to a forecast; None for those that were not requested. `hsdp` is there for a job of replica groups."""
+
+    hsdp: Hsdp | None = None
     saving: Saving | None = None
     failures: Failures | None = None
     replicas: Replicas | None = None
@@ -174,7 +210,8 @@ class Outlook:
     is_async: bool = False
 
     def lines(self) -> list[str]:
-        return [*self._of_saving(), *self._of_failures(), *self._of_replicas(), *self._of_experts()]
+        of_hsdp = [] if self.hsdp is None else [self.hsdp.line()]
+        return [*of_hsdp, *self._of_saving(), *self._of_failures(), *self._of_replicas(), *self._of_experts()]
 
     def data(self) -> dict[str, Any]:
         """Return the additions as plain data, for JSON."""
@@ -203,6 +240,12 @@ class Outlook:
                 f" goodput {found.goodput:.1%} (without: {self.failures.goodput:.1%}); fewer groups cost"
                 f" {found.fewer:.1%}, stops {found.stops:.1%}; best save every {found.interval_steps} steps"
             )
+            if (hsdp := self.hsdp) is not None and hsdp.step_s is not None:
+                own, other = (
+                    share * hsdp.tokens / step_s
+                    for share, step_s in ((found.goodput, hsdp.with_groups_s), (self.failures.goodput, hsdp.step_s))
+                )
+                yield f"  with failures {own:.0f} tokens/s; by HSDP {other:.0f}: {own / other - 1:+.1%}"
 
     def _of_experts(self) -> Iterator[str]:
         if (found := self.uneven) is None:
@@ -226,8 +269,11 @@ class Outlook:
             )
 
 
-def look_ahead(args: argparse.Namespace, plan: JobForecast, prices: Prices) -> Outlook:
+def look_ahead(args: argparse.Namespace, plan: JobForecast, prices: Prices, hsdp: Hsdp | None = None) -> Outlook:
     """Return the requested additions to a forecast.
+
+    Args:
+        hsdp: the forecast of a job of replica groups beside HSDP's. The failures of a job without groups are then its.
 
     Raises:
         UserError: the loads don't fit the model.
@@ -239,20 +285,24 @@ def look_ahead(args: argparse.Namespace, plan: JobForecast, prices: Prices) -> O
         num_bytes, of_rank = _checkpoint_bytes(job)
         saved = saving(num_bytes, of_rank, args.storage_gb_per_s * _GB, copied_per_s)
         if args.node_mtbf_hours is not None:
-            num_nodes = -(-job.dims.num_ranks // plan.rates.num_near)
+            num_nodes = -(-job.num_ranks // plan.rates.num_near)
             restart_s = (args.restart_minutes or _RESTART_MINUTES) * 60
-            of_nodes = saved, plan.step.seconds, args.node_mtbf_hours * _HOUR, num_nodes, restart_s
-            failures = expect(*of_nodes)
-            if args.replicas is not None:
+            of_nodes = args.node_mtbf_hours * _HOUR, num_nodes, restart_s
+            alone_s = plan.step.seconds if hsdp is None or hsdp.step_s is None else hsdp.step_s
+            failures = expect(saved, alone_s, *of_nodes)
+            has_groups = job.options.num_replicas > 1
+            if (groups := job.options.num_replicas if has_groups else args.replicas) is not None:
                 replicas = expect_replicas(
+                    saved,
+                    plan.step.seconds,
                     *of_nodes,
-                    groups=args.replicas,
-                    num_microbatches=job.options.num_microbatches,
+                    groups=groups,
+                    num_microbatches=job.options.num_microbatches * (1 if has_groups else groups),
                     detect_s=args.detect_seconds or _DETECT_SECONDS,
                     heal_s=of_rank / (plan.rates.far * plan.rates.network_share),
                 )
     found = None if args.expert_load is None else _uneven(read_loads(args.expert_load), plan, prices)
-    return Outlook(saved, failures, replicas, found, is_async)
+    return Outlook(hsdp, saved, failures, replicas, found, is_async)
 
 
 def _checkpoint_bytes(job: BuiltJob) -> tuple[int, int]:

@@ -25,9 +25,10 @@ from torchtitan_graph.log import logger
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.parallel.layout import ParallelDims
 from torchtitan_graph.parallel.pipeline import StageGraph
+from torchtitan_graph.parallel.schedule import Schedule
 from torchtitan_graph.plan.depth import kind_of
 from torchtitan_graph.rates import Rates
-from torchtitan_graph.steps import Graphs, StepOptions, build_graphs
+from torchtitan_graph.steps import Graphs, StepOptions, build_graphs, num_replicas
 from torchtitan_graph.steps.budget import state_of_stored
 from torchtitan_graph.steps.choices import check_disabled
 from torchtitan_graph.steps.held import in_flight
@@ -80,21 +81,53 @@ class BuiltJob(NamedTuple):
     def tokens_per_step(self) -> int:
         return self.rows_per_step * self.config.training.seq_len
 
+    @property
+    def num_ranks(self) -> int:
+        """The ranks of all replica groups together; `dims` and `ranks` are those of one group."""
+        return self.dims.num_ranks * self.options.num_replicas
 
-def configuration(words: Sequence[str], world_size: int) -> JobConfig:
-    """Return a job's configuration, checked for this number of ranks.
+    @property
+    def num_microbatches(self) -> int:
+        """The microbatches that a rank computes in a step while all replica groups live: the most of any group."""
+        return -(-self.options.num_microbatches // self.options.num_replicas)
+
+    @property
+    def schedule(self) -> Schedule | None:
+        """The schedule of a pipeline for so many microbatches."""
+        return self.options.fewer.get(self.num_microbatches, self.options.pipeline)
+
+
+def configuration(words: Sequence[str], num_ranks: int) -> JobConfig:
+    """Return a job's configuration, checked for this number of ranks, all replica groups together.
 
     Raises:
-        UserError: as a run of it; or it has too many ranks, or an option is one that only a dry run looks at.
+        UserError: as a run of it; or it has too many ranks, or they are not as many in each replica group, or an option
+            is one that only a dry run looks at.
     """
-    if not 1 <= world_size <= MOST_RANKS:
-        raise UserError(f"--world {world_size}: must be the number of ranks, from 1 to {MOST_RANKS}")
+    if not 1 <= num_ranks <= MOST_RANKS:
+        raise UserError(f"--world {num_ranks}: must be the number of ranks, from 1 to {MOST_RANKS}")
     config = load([*words, *DRY])
     if (rank := config.comm.fake_rank) != OPTIONS["comm.fake_rank"].default:
         raise UserError(f"comm.fake_rank = {rank}: is of a dry run; a forecast is of all ranks, so leave it out")
     if (device := config.comm.fake_device) != OPTIONS["comm.fake_device"].default:
         raise UserError(f"comm.fake_device = {device}: is of a dry run; here --device says it, so leave it out")
-    return _checked(config, world_size)
+    return _checked(config, ranks_of_group(config, num_ranks))
+
+
+def ranks_of_group(config: JobConfig, num_ranks: int) -> int:
+    """Return the ranks of each replica group of a job of so many: torchrun's world. Without groups, all.
+
+    Raises:
+        UserError: the groups don't divide them.
+    """
+    each, rest = divmod(num_ranks, groups := num_replicas(config))
+    if rest:
+        near = " or ".join(str(number * groups) for number in (each, each + 1) if number)
+        raise UserError(
+            f"--world {num_ranks}: must be a multiple of fault_tolerance.replicas = {groups}, such as {near}: it is the"
+            " number of all ranks, and each replica group has as many"
+        )
+    return each
 
 
 def _checked(config: JobConfig, world_size: int) -> JobConfig:
@@ -124,6 +157,7 @@ def build(config: JobConfig, world_size: int, rates: Rates, make: Callable[..., 
     """Build the graphs of a job's ranks on devices of a kind. Pipeline ranks with equal stages share theirs.
 
     Args:
+        world_size: the ranks of a replica group; without groups, of the job.
         make: constructor of a blueprint, from a configuration, a number of ranks and their device.
 
     Raises:

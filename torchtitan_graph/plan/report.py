@@ -34,6 +34,7 @@ _RESTS_ON = {
     "sums of gradients": "memory_share",
     "clipping and optimizer": "memory_share",
 }
+_OVER_REPLICAS, _MEETING = "sum over {} replicas", "quorum, exchange and vote"
 _INSTEAD = {
     _HOST: ("a larger training.local_batch_size, or compile.cuda_graphs", "rows"),
     **dict.fromkeys(
@@ -116,7 +117,7 @@ def _memory(plan: JobForecast) -> list[str]:
 
 
 def _traffic(plan: JobForecast) -> list[str]:
-    forecast, number = plan.rank.forecast, plan.job.options.num_microbatches
+    forecast, number = plan.rank.forecast, plan.job.num_microbatches
     found = [(axis, kind, each, number) for (axis, kind), each in forecast.sent.items()]
     found += [(axis, kind, each, 1) for (axis, kind), each in forecast.sent_once.items()]
     if not found:
@@ -132,17 +133,25 @@ def _traffic(plan: JobForecast) -> list[str]:
 
 def _time(plan: JobForecast) -> list[str]:
     step, job = plan.step, plan.job
-    operations, each = plan.rank.forecast.operations * job.options.num_microbatches, plan.tokens_per_second
+    operations, each = plan.rank.forecast.operations * job.num_microbatches, plan.tokens_per_second
+    groups = job.options.num_replicas
     parts = {
         **step.computed,
         **{f"waits for {what}": seconds for what, seconds in _waits(plan).items()},
         "sums of gradients": step.sums,
+        _OVER_REPLICAS.format(groups): step.replicas,
+        _MEETING: step.meeting,
         "clipping and optimizer": step.optimizer,
     }
-    microbatches = f"{job.options.num_microbatches} x {job.options.rows[0]} rows of {job.options.rows[1]} tokens"
+    microbatches = f"{job.num_microbatches} x {job.options.rows[0]} rows of {job.options.rows[1]} tokens"
+    if groups > 1:
+        each_has = f"{job.dims.num_ranks} rank{'s' * (job.dims.num_ranks > 1)}"
+        microbatches += f" in each of {groups} replica groups of {each_has}"
     is_measured = plan.rates.name == CPU
 
     def source(name: str) -> str:
+        if name == _MEETING:
+            return "   as measured on a CPU's loopback"
         return "" if is_measured else f"   not measured: {_RESTS_ON.get(name, _OF_A_COLLECTIVE)}"
 
     return [
@@ -153,7 +162,7 @@ def _time(plan: JobForecast) -> list[str]:
             if seconds > _ROUNDING
         ),
         f"  {'in all':34}{step.seconds * 1e3:10.2f} ms",
-        f"  {each / job.dims.num_ranks:.1f} tokens/s a rank, {each:.0f} in all; {plan.mfu:.1%} MFU,"
+        f"  {each / job.num_ranks:.1f} tokens/s a rank, {each:.0f} in all; {plan.mfu:.1%} MFU,"
         f" {operations / 1e12:.3f} TFLOP of this rank",
         *(
             f"  communication over {axis}: {seconds * 1e3:.2f} ms, {step.exposed.get(axis, 0.0) * 1e3:.2f} exposed"
@@ -179,7 +188,7 @@ def _stages(plan: JobForecast) -> list[str]:
 def as_data(plan: JobForecast) -> dict[str, Any]:
     """Return a forecast as plain data: bytes, seconds and FLOPs."""
     forecast, job, step = plan.rank.forecast, plan.job, plan.step
-    number = job.options.num_microbatches
+    number = job.num_microbatches
 
     def sent(times: int, traffic: Any) -> list[dict[str, Any]]:
         return [
@@ -189,7 +198,8 @@ def as_data(plan: JobForecast) -> dict[str, Any]:
 
     return {
         "config": dump_toml(job.config),
-        "world_size": job.dims.num_ranks,
+        "world_size": job.num_ranks,
+        "num_replicas": job.options.num_replicas,
         "degrees": dataclasses.asdict(job.dims),
         "rates": plan.rates._asdict(),
         "memory": {
@@ -206,7 +216,7 @@ def as_data(plan: JobForecast) -> dict[str, Any]:
         "flops": forecast.operations * number,
         "step": dataclasses.asdict(step),
         "tokens_per_second": plan.tokens_per_second,
-        "tokens_per_second_of_a_rank": plan.tokens_per_second / job.dims.num_ranks,
+        "tokens_per_second_of_a_rank": plan.tokens_per_second / job.num_ranks,
         "mfu": plan.mfu,
         "notes": notes(plan),
     }

@@ -157,6 +157,11 @@ def roofline(config: JobConfig, world_size: int, rates: Rates) -> Roofline:
                 f"parallelism.{key} = {value}: a roofline is of a microbatch that is computed alone; leave it"
                 " out, or let python -m torchtitan_graph.plan forecast the step"
             )
+    if config.fault_tolerance.enable:
+        raise UserError(
+            "fault_tolerance.enable = true: a roofline is of a job without replica groups; set it to false, or let"
+            " python -m torchtitan_graph.plan forecast the step"
+        )
     if (name := config.optimizer.name) not in _KNOWN:
         raise UserError(
             f"optimizer.name = {name!r}: what it reads, writes and computes is not known here; a roofline knows "

@@ -32,6 +32,7 @@ from torchtitan_graph.parallel.layout import CP, DP_REPLICATE, DP_SHARD, EP, PP,
 from torchtitan_graph.parallel.recompute import Policy, fixed_policies
 from torchtitan_graph.parallel.schedule import SCHEDULES
 from torchtitan_graph.parallel.storage import ALL, EXPERTS, NONE
+from torchtitan_graph.steps import num_replicas
 
 _PP, _REPLICATE = "parallelism.pipeline_parallel_degree", "parallelism.data_parallel_replicate_degree"
 _SHARD, _CP = "parallelism.data_parallel_shard_degree", "parallelism.context_parallel_degree"
@@ -289,9 +290,13 @@ class Search:
         """Return the candidates so far that fit, the fastest first."""
         return sorted((each for each in self.found if not each.why), key=lambda each: each.step_s)
 
+    def _data(self, of: Settings) -> int:
+        """Return the number of ranks, or of groups of them, with rows of their own, in all replica groups."""
+        return of[_REPLICATE] * of[_SHARD] * num_replicas(self.config)
+
     def _rows_and_schedules(self, of: Settings) -> tuple[list[int], Sequence[str | None]]:
         """Return the rows at a time, none if those of a step don't divide; and a pipeline's schedules, else None."""
-        data = of[_REPLICATE] * of[_SHARD]
+        data = self._data(of)
         rows = rows_at_a_time(self.rows // data) if self.rows % data == 0 else []
         if rows and _ROWS in self.fixed:
             rows = [self.fixed[_STAGE_ROWS if of[_PP] > 1 else _ROWS]]
@@ -306,10 +311,11 @@ class Search:
 
     def _with_degrees(self, of: dict[str, int]) -> None:
         """Judge all candidates of some degrees, without levers."""
-        data = of[_REPLICATE] * of[_SHARD]
+        data = self._data(of)
         all_rows, schedules = self._rows_and_schedules(of)
         if not all_rows:
-            why = f"illegal: {self.rows} rows of a step don't divide over {data} data-parallel ranks"
+            of_groups = ", those of all replica groups" if num_replicas(self.config) > 1 else ""
+            why = f"illegal: {self.rows} rows of a step don't divide over {data} data-parallel ranks{of_groups}"
             self.found.append(JobCandidate(of, why=why))
             return
         levers: dict[str, Any] = {_ONCE: NONE, _PAIRS: False}
@@ -398,7 +404,7 @@ class Search:
             if _PAIRS not in self.fixed and self.fixed.get(_SCHEDULE, _IN_PAIRS) == _IN_PAIRS and not has_its_own:
                 ways_of_pairs = {(): None, **less_memory}
                 found.append([{_SCHEDULE: _IN_PAIRS, _PAIRS: True, **dict(way)} for way in ways_of_pairs])
-        elif self.rows > of[_REPLICATE] * of[_SHARD] * of[_ROWS]:  # several microbatches
+        elif self.rows > self._data(of) * of[_ROWS]:  # several microbatches
             onces = [{_ONCE: ALL}, *([{_ONCE: EXPERTS}] if of[_EP] > 1 else [])]
             if _ONCE in self.fixed:
                 onces = []

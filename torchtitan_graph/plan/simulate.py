@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -10,6 +11,7 @@ from torch.fx import GraphModule
 
 from torchtitan_graph.analysis.cost import Costs, Estimate, Link, estimate
 from torchtitan_graph.capture.traced import TracedResult
+from torchtitan_graph.forecast import gradient_messages, seconds_over_replicas
 from torchtitan_graph.parallel.layout import PP
 from torchtitan_graph.parallel.pipeline import StageGraph, beside
 from torchtitan_graph.parallel.schedule import COMPUTING, Schedule
@@ -21,6 +23,10 @@ from torchtitan_graph.steps.held import bytes_of_adding, cast_for_sums, runs_of
 from torchtitan_graph.torch_private.pipelines import PipelineAction
 
 Prices = Callable[[Rank], Costs]  # the cost model of a rank's graphs
+
+# Seconds of a step for the replica groups' quorum, for the exchange of their numbers of targets, and for the vote:
+# measured, of two groups on one core of a CPU, over loopback. See docs/scale/replicas.md.
+QUORUM_S, EXCHANGE_S, VOTE_S = 3.5e-3, 3.9e-3, 1.6e-3
 
 
 @dataclass(frozen=True)
@@ -35,6 +41,8 @@ class StepTime:
     optimizer  of clipping, and of the optimizer's step
     sums       to add up the microbatches' gradients
     bubble     in which a rank of a pipeline waits for others, with messages of no time
+    replicas   to sum the gradients over the replica groups, all of which live
+    meeting    for these groups' quorum, exchange and vote
     """
 
     seconds: float
@@ -45,6 +53,8 @@ class StepTime:
     optimizer: float
     sums: float
     bubble: float = 0.0
+    replicas: float = 0.0
+    meeting: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -73,7 +83,7 @@ class JobForecast:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens per second of all ranks."""
+        """Tokens per second of all ranks, those of all replica groups."""
         return self.job.tokens_per_step / self.step.seconds
 
 
@@ -94,8 +104,19 @@ def simulate(job: BuiltJob, prices: Prices, rates: Rates) -> JobForecast:
     fullest = needs.index(max(needs))
     is_whole = job.options.pipeline is None
     step = _whole(job, prices(job.ranks[0])) if is_whole else _pipelined(job, prices, fullest)
-    operations = sum(rank.forecast.operations for rank in job.ranks) / len(job.ranks) * job.options.num_microbatches
+    if (groups := job.options.num_replicas) > 1:
+        step = _with_replicas(step, job, prices)
+    operations = sum(rank.forecast.operations for rank in job.ranks) / len(job.ranks)
+    operations *= job.options.num_microbatches / groups  # on average: some groups may have one microbatch fewer
     return JobForecast(job, rates, step, fullest, needs, operations / (step.seconds * rates.half))
+
+
+def _with_replicas(step: StepTime, job: BuiltJob, prices: Prices) -> StepTime:
+    """Return a group's step with what it does with the others. See Note [Replicas]."""
+    link = job.dims.link_of_replicas(job.options.num_replicas, job.options.target.rates.num_near)
+    sums = max(seconds_over_replicas(gradient_messages(rank.graphs), prices(rank), link) for rank in job.ranks)
+    meeting = QUORUM_S + EXCHANGE_S + VOTE_S
+    return dataclasses.replace(step, seconds=step.seconds + sums + meeting, replicas=sums, meeting=meeting)
 
 
 def _of_trained(rank: Rank, price: Callable[[int, bool], float]) -> float:
@@ -106,7 +127,7 @@ def _of_trained(rank: Rank, price: Callable[[int, bool], float]) -> float:
 
 def _whole(job: BuiltJob, costs: Costs) -> StepTime:
     """Return the step time of microbatches one after the other, whose gradients are summed."""
-    (rank,), number, train = job.ranks, job.options.num_microbatches, job.ranks[0].graphs.train
+    (rank,), number, train = job.ranks, job.num_microbatches, job.ranks[0].graphs.train
     if isinstance(train, StageGraph):
         each = [estimate(train.all_parts[name].gm, costs) * times for name, times in runs_of(train, number)]
         time = sum(each[1:], each[0])
@@ -129,7 +150,7 @@ def _step_time(time: Estimate, seconds: float, optimizer: float, sums: float, bu
 
 def _pipelined(job: BuiltJob, prices: Prices, shown: int) -> StepTime:
     """Return the step time of all ranks' actions, in the schedule's order; `shown` is the rank reported on."""
-    schedule = job.options.pipeline
+    schedule = job.schedule
     assert schedule is not None
     known: dict[GraphModule, list[tuple[Costs, Estimate]]] = {}  # equal stages share their parts' graphs
     parts: dict[Key, Estimate] = {}

@@ -122,7 +122,7 @@ class Cluster(NamedTuple):
 
     def told(self) -> Any:
         """Return the forecast; each group is a node."""
-        words = self._asdict()
+        words = self._asdict() | {"num_microbatches": self.num_microbatches * self.groups}
         saves, step_s, mtbf_s, restart_s = (words.pop(name) for name in ("saves", "step_s", "mtbf_s", "restart_s"))
         return expect_replicas(saves, step_s, mtbf_s, self.groups, restart_s, **words)
 
@@ -196,6 +196,14 @@ def test_steps_are_as_long_as_the_living_groups_need() -> None:
     assert MANY._replace(groups=2, num_microbatches=7).told().fewer > 0
 
 
+def test_groups_wait_for_those_with_one_microbatch_more() -> None:
+    """Of 5 microbatches one of two groups has 3: alone it takes 5 / 3 of the time, not twice as long."""
+    words = {"groups": 2, "detect_s": 30.0, "heal_s": 60.0}
+    of = MANY.saves, MANY.step_s, MANY.mtbf_s, 2, MANY.restart_s
+    five, six = (expect_replicas(*of, num_microbatches=number, **words).fewer for number in (5, 6))
+    assert five / six == pytest.approx((1 - 3 / 5) / (1 - 3 / 6), rel=0.01)
+
+
 def test_groups_that_never_fail_lose_nothing_and_save_once_a_day() -> None:
     told = MANY._replace(mtbf_s=1e15).told()
     assert told.interval_steps == 8640 and told.goodput == pytest.approx(86400 / 86420)
@@ -230,7 +238,7 @@ def test_the_number_of_groups_is_checked() -> None:
 
 def test_one_line_compares_with_and_without_replicas() -> None:
     alone = expect(MANY.saves, MANY.step_s, MANY.mtbf_s, MANY.groups, MANY.restart_s)
-    ahead = Outlook(MANY.saves, alone, MANY.told())
+    ahead = Outlook(saving=MANY.saves, failures=alone, replicas=MANY.told())
     assert ahead.lines()[-1] == (
         f"  with 8 replica groups of 1 node: goodput 94.2% (without: {alone.goodput:.1%}); fewer groups cost 3.8%,"
         " stops 2.0%; best save every 8640 steps"

@@ -15,6 +15,7 @@ from torchtitan_graph.config import check, dump_toml, load
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.launch import kubernetes
 from torchtitan_graph.plan.__main__ import parser
+from torchtitan_graph.plan.ranks import ranks_of_group
 
 DOCS = sorted((REPOSITORY / "docs").rglob("*.md"))
 FIRST = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
@@ -69,7 +70,8 @@ def outcome_of(line: str) -> list[str]:
         return check(load(arguments), int(env.get("NGPU", "1")))
     if program == "torchtitan_graph.plan":
         known, of_training = parser().parse_known_args(arguments)
-        return check(load([*of_training, "--comm.mode", "fake_backend"]), known.world)
+        config = load([*of_training, "--comm.mode", "fake_backend"])
+        return check(config, ranks_of_group(config, known.world))
     if program == "torchtitan_graph.launch" and "--kubernetes" in arguments:
         return [] if kubernetes.main(arguments) == 0 else ["writes no manifest"]
     if program == "cat":  # a file of the run before it

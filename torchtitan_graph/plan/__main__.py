@@ -147,8 +147,9 @@ def beside_hsdp(plan: JobForecast, rates: Rates, cpu: ThisCpu | None) -> outlook
         check(config, job.num_ranks)
         other, _ = forecast(config, job.num_ranks, rates, cpu)
     except UserError as error:
-        return outlook.Hsdp(None, plan.step.seconds, tokens, str(error))
-    return outlook.Hsdp(other.step.seconds, plan.step.seconds, tokens)
+        return outlook.Hsdp(plan.step.seconds, tokens, why=str(error))
+    waits = sum(seconds for axis, seconds in other.step.exposed.items() if DP_REPLICATE in axis.split("/"))
+    return outlook.Hsdp(plan.step.seconds, tokens, other.step.seconds, waits)
 
 
 def progress(done: int, number: int) -> None:

@@ -178,14 +178,16 @@ class Uneven:
 class Hsdp:
     """A job of replica groups beside one of the same ranks with as many copies of the model in one mesh, by HSDP.
 
-    step_s             a step's seconds by HSDP; None: a run of it is not legal, for the reason `why`
-    with_groups_s      those of the job
-    tokens             of a step of either
+    with_groups_s  seconds of a step of the job
+    tokens         of a step of either
+    step_s         seconds of a step by HSDP; None: a run of it is not legal, for the reason `why`
+    waits_s        those in which it waits for the sum over the copies
     """
 
-    step_s: float | None
     with_groups_s: float
     tokens: int
+    step_s: float | None = None
+    waits_s: float = 0.0
     why: str = ""
 
     def line(self) -> str:
@@ -193,8 +195,8 @@ class Hsdp:
             return f"  HSDP in place of the replica groups: no forecast, for {self.why}"
         by = self.with_groups_s / self.step_s - 1
         return (
-            f"  HSDP in place of the replica groups: {self.step_s:.4g} s a step; these take {self.with_groups_s:.4g} s,"
-            f" {by:+.1%}"
+            f"  HSDP in place of the replica groups: {self.step_s:.4g} s a step, of which it waits {self.waits_s:.3g} s"
+            f" for the sum over the copies; these take {self.with_groups_s:.4g} s, {by:+.1%}"
         )
 
 

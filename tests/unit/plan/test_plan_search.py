@@ -90,6 +90,20 @@ def search(memory: float, forecast: Callable[..., Figures] = made_up, **changes:
     return Search(job(), 4, memory=memory * GIB, forecast=forecast, **given | changes)
 
 
+def test_rows_of_a_step_are_dealt_to_all_replica_groups() -> None:
+    """8 rows for two groups of four ranks: a microbatch has at most so many that each group has one."""
+    config, seen = job("--fault_tolerance.enable"), set()
+    of = Search(config, 4, memory=1e3 * GIB, forecast=made_up, num_near=4, num_experts=0, rows=8, depths=(2, 3, 4.0))
+    of.run()
+    for each in of.found:
+        if each.figures is not None:
+            settings = of.configured(each.settings)
+            p, rows = settings.parallelism, settings.training.local_batch_size
+            seen.add((p.pipeline_parallel_degree, rows))
+            assert 8 % (2 * rows * p.data_parallel_replicate_degree * p.data_parallel_shard_degree) == 0
+    assert (1, 4) in seen and (4, 4) in seen, "tp 4, or four stages, with all rows of a group at once"
+
+
 @functools.cache
 def brute_force() -> dict[Hashable, Figures]:
     """Forecast every legal candidate whole."""

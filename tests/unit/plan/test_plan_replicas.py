@@ -168,10 +168,10 @@ def test_hsdp_of_the_same_ranks_stands_beside_it(job: BuiltJob) -> None:
     assert (found.with_groups_s, found.tokens) == (plan.step.seconds, job.tokens_per_step)
     assert found.step_s is not None and 0 < found.waits_s < found.step_s
     assert plan.step.seconds < found.step_s < plan.step.seconds + 4 * plan.step.replicas
-    ahead = Outlook(found)
+    ahead, by = Outlook(found), plan.step.seconds / found.step_s - 1
     assert ahead.lines() == [
         f"  HSDP in place of the replica groups: {found.step_s:.4g} s a step, of which it waits {found.waits_s:.3g} s"
-        f" for the sum over the copies; these take {plan.step.seconds:.4g} s, {plan.step.seconds / found.step_s - 1:+.1%}"
+        f" for the sum over the copies; these take {plan.step.seconds:.4g} s, {by:+.1%}"
     ]
     assert ahead.data()["hsdp"]["step_s"] == found.step_s
 

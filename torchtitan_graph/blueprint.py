@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from torchtitan_graph.capture.dynamo import CAPTURES
 from torchtitan_graph.checkpoint import check_choice, is_new_run
-from torchtitan_graph.checkpoint.folder import CHECKPOINTS
+from torchtitan_graph.checkpoint.folder import checkpoint_folder
 from torchtitan_graph.config import JobConfig, run_folder, shard_degree, target_of
 from torchtitan_graph.data.open_corpus import check_names
 from torchtitan_graph.data.tokenizer import Tokenizer, find_assets, load_tokenizer
@@ -116,7 +116,7 @@ class Blueprint:
         check_optimizer(self.model, config.optimizer)
         self.samples = Samples(config.samples, self.model, self.tokenizer) if config.samples.prompts else None
         self.dump_folder = run_folder(config)
-        self.checkpoints = Path(config.job.dump_folder) / CHECKPOINTS
+        self.checkpoints = checkpoint_folder(config)
         if config.comm.mode != "fake_backend":  # a dry run loads nothing
             self._check_what_is_loaded()
 

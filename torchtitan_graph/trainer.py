@@ -65,6 +65,7 @@ from torchtitan_graph.optim import (
 from torchtitan_graph.parallel.agree import FILES_TIMEOUT, files_group, on_rank_0
 from torchtitan_graph.patience import find_full_disk, retry_io
 from torchtitan_graph.quantize.state import convert
+from torchtitan_graph.replicas.outer import Outer
 from torchtitan_graph.run.folder import RunFolder
 from torchtitan_graph.run.hang import HangWatch
 from torchtitan_graph.steps import (
@@ -82,6 +83,7 @@ from torchtitan_graph.torch_private.distributed import set_timeout
 
 if TYPE_CHECKING:
     from torchtitan_graph.replicas.replicas import Replicas
+    from torchtitan_graph.replicas.rounds import Rounds
 
 GC_STEPS = 50  # steps between Python's garbage collections, so that all ranks collect together
 
@@ -103,6 +105,7 @@ class Trainer:
         self.tokens_by_source: dict[str, int] = {}
         self.best: Best | None = None  # of the validations so far, where anything depends on it
         config = self.config
+        self.meets_in_rounds = config.fault_tolerance.enable and config.fault_tolerance.semi_sync_method is not None
         with _reporting_out_of_memory(self._progress, blueprint):
             if config.checkpoint.enable or config.checkpoint.initial_load_path:
                 on_rank_0(partial(retry_io, partial(_check_tensors_to_load, blueprint)), files_group())
@@ -113,7 +116,8 @@ class Trainer:
                 self.device,
                 rows_per_step=blueprint.rows_per_step,
                 in_pairs=config.training.format == "preference",
-                gather=self._gather if config.fault_tolerance.enable else None,
+                gather=self._gather if config.fault_tolerance.enable and not self.meets_in_rounds else None,
+                keep_empty=self.meets_in_rounds,
             )
             self._log_model()
             self.model_table = model_table(
@@ -139,6 +143,7 @@ class Trainer:
             self.update: Update = EagerUpdate(self.steps, self.optimizer, config.training.max_norm)
             if config.compile.optimizer_in_graph:
                 self.update = blueprint.update_in_graph(self.steps, self.optimizer)
+            self.outer = self._new_outer() if self.meets_in_rounds else None
             self.checkpointer = Checkpointer(
                 blueprint.checkpoints,
                 config.checkpoint,
@@ -147,14 +152,18 @@ class Trainer:
                 self.lr_scheduler,
                 dump_toml(config),
                 f"{TMP}-{config.fault_tolerance.replica}" if config.fault_tolerance.enable else TMP,
+                {} if self.outer is None else self.outer.chunks(),
             )
             self.replicas: Replicas | None = None  # once it trains
-            self.run: RunFolder | None = None  # likewise
+            self.rounds: Rounds | None = None  # the same, where the groups don't meet in every step
+            self.run: RunFolder | None = None  # once it trains
             self._position: dict[str, Any] = {}  # this rank's part, after the last step that counts
             self.hang = HangWatch(config.comm, blueprint.dump_folder, self.rank)
             self._resume()
             if self.average is not None and not self.checkpointer.loaded_optimizer:
                 self.average.begin()
+            if self.outer is not None and not self.checkpointer.loaded_optimizer:
+                self.outer.begin()
 
     def _progress(self) -> str:
         return f"rank {self.rank}, after {self.step} steps"
@@ -272,7 +281,10 @@ class Trainer:
 
     def train_step(self, metrics: Metrics) -> bool:
         """Run an optimizer step: batches -> loss, gradients -> clip -> optimizer; return False at the data's end."""
-        found = self._compute(metrics) if self.replicas is None else self._compute_with_replicas(metrics)
+        if self.rounds is not None and not self.rounds.is_training and not (self._meet() and not self._is_over()):
+            return False
+        meets_now = self.replicas is not None and self.rounds is None
+        found = self._compute_with_replicas(metrics) if meets_now else self._compute(metrics)
         if found is None:
             return False
         batches, (loss, state, terms, own_metrics) = found
@@ -298,6 +310,8 @@ class Trainer:
                 self.average.update()
         self.tokens_seen += int(read.num_tokens)
         self._count_sources(read.by_source)
+        if self.rounds is not None:
+            self._end_step_in_round(self.rounds, read)
         metrics.end_step(
             self.step,
             loss=total_loss,
@@ -355,23 +369,31 @@ class Trainer:
         """Meet the other replicas."""
         from torchtitan_graph.replicas.replicas import Replicas  # torchft is not everywhere
 
+        if self.meets_in_rounds:
+            return self._join_in_rounds()
         self._position = self.train_data.state_dict()
         self.replicas = Replicas(
             self.config.fault_tolerance,
             Path(self.config.job.dump_folder),
             self.device,
-            tensors=lambda: {n: local_part(x).detach() for n, x in tensors_of(self.model, self.optimizer).items()},
+            tensors=self._own_tensors,
             give=lambda: {"schedule": self.lr_scheduler.state_dict(), "data": self._position, **self._own_state()},
             take=self._take,
             step=self.step,
         )
         return self.replicas
 
+    def _own_tensors(self) -> dict[str, Tensor]:
+        """Return this rank's parts of all state, by name."""
+        tensors = {name: local_part(x).detach() for name, x in tensors_of(self.model, self.optimizer).items()}
+        outer = {} if self.outer is None else self.outer.chunks()
+        return tensors | {name: chunk.local for name, chunk in outer.items()}
+
     def _take(self, tensors: dict[str, Tensor], rest: dict[str, Any]) -> None:
         """Take over the state of another replica's same rank."""
         with torch.no_grad():
-            for name, x in tensors_of(self.model, self.optimizer).items():
-                local_part(x).copy_(tensors[name])
+            for name, x in self._own_tensors().items():
+                x.copy_(tensors[name])
         self.lr_scheduler.load_state_dict(rest.pop("schedule"))
         self._position = rest.pop("data")
         self._load_train_state(rest)
@@ -388,6 +410,121 @@ class Trainer:
     def _gather(self, numbers: list[int]) -> list[list[int]]:
         assert self.replicas is not None
         return self.replicas.gather(numbers)
+
+    def _new_outer(self) -> Outer | None:
+        """Return the state of DiLoCo, None for LocalSGD.
+
+        Raises UserError if a step changes state of the model that no synchronisation averages.
+        """
+        table, speed = self.config.fault_tolerance, self.config.moe.bias_update_speed
+        parameters = dict(self.model.named_parameters())
+        if speed and (others := [name for name in self.model.state_dict() if name not in parameters]):
+            raise UserError(
+                f"fault_tolerance.semi_sync_method = {table.semi_sync_method!r}: groups would move {others[0]} apart, by"
+                " the loads of each; set moe.bias_update_speed = 0, and a balance loss in [moe], or leave"
+                " semi_sync_method out"
+            )
+        return Outer(self.model, self.model.blocks, table) if table.semi_sync_method == "diloco" else None
+
+    def _join_in_rounds(self) -> Replicas:
+        """Announce this group to those that it will meet at the end of rounds. See Note [Rounds]."""
+        from torchtitan_graph.replicas.rounds import Rounds
+
+        def give() -> dict[str, Any]:
+            assert self.rounds is not None
+            tokens, *by_source = self.rounds.counted
+            counts = {"tokens_seen": tokens, "tokens_by_source": self._named(by_source)}
+            schedule = self.lr_scheduler.state_dict()
+            return {"schedule": schedule, "data": self.train_data.state_dict(), **self._own_state(), **counts}
+
+        def take(tensors: dict[str, Tensor], rest: dict[str, Any]) -> None:
+            self._take(tensors, rest)
+            self.train_data.rewind()  # what this group has read since it met others last does not count
+            assert self.rounds is not None
+            self.rounds.counted, self.rounds.own = self._counts(), [0] * len(self._counts())
+
+        self.replicas = self.rounds = Rounds(
+            self.config.fault_tolerance,
+            Path(self.config.job.dump_folder),
+            self.device,
+            tensors=self._own_tensors,
+            give=give,
+            take=take,
+            model=self.model,
+            optimizer=self.optimizer,
+            outer=self.outer,
+            counted=self._counts(),
+        )
+        return self.rounds
+
+    def _counts(self) -> list[int]:
+        """Return the targets so far: in all, and of each corpus of a mixture."""
+        names = self.train_data.source_names
+        return [self.tokens_seen, *(self.tokens_by_source.get(name, 0) for name in names if len(names) > 1)]
+
+    def _named(self, by_source: list[int]) -> dict[str, int]:
+        return dict(zip(self.train_data.source_names, by_source, strict=True)) if by_source else {}
+
+    def _end_step_in_round(self, rounds: Rounds, read: Read) -> None:
+        """Count a step of this group alone, and meet the others where that is due."""
+        rounds.own = [n + int(more) for n, more in zip(rounds.own, [read.num_tokens, *read.by_source], strict=True)]
+        deal = self.train_data.deal  # the others' targets are known after a synchronisation; till then as many as here
+        self.tokens_seen = rounds.counted[0] + rounds.own[0] * deal.total // deal.own
+        rounds.is_synchronised = False
+        if rounds.is_due(self.step) and not self._meet():
+            return
+        if self.stop_signal and not rounds.is_synchronised:
+            logger.info(f"{stop.name(self.stop_signal)}: the run stops after the next synchronisation of the replicas")
+            self.stop_signal = 0
+
+    def _meet(self) -> bool:
+        """Meet the other groups: to start with them, and where a synchronisation begins or ends, again until the vote
+        is a yes. Return False if there is no step to do, or by a signal. See Note [Rounds]."""
+        rounds = self.rounds
+        assert rounds is not None
+        with self.hang.paused():
+            while True:
+                if not rounds.is_sent:
+                    changed = rounds.meet(self.step)
+                    if rounds.stop_signal:
+                        self.stop_signal = rounds.stop_signal
+                        return False
+                    if rounds.is_starting and self._is_over():  # as of the group that this one healed from
+                        return False
+                    totals = self._exchange(rounds, changed, rounds.healed)
+                    if rounds.is_starting:
+                        rounds.begin()
+                        if rounds.is_training:
+                            return True
+                        continue
+                    rounds.send(self.step)
+                    if not rounds.ends_round(self.step):
+                        return True
+                else:
+                    totals = self._exchange(rounds, changed=False, healed=False)
+                if rounds.end(self.step):
+                    rounds.counted = [a + b for a, b in zip(rounds.counted, totals, strict=True)]
+                    rounds.own = [0] * len(rounds.own)
+                    self.tokens_seen, *by_source = rounds.counted
+                    self.tokens_by_source = self._named(by_source)
+                    return True
+
+    def _exchange(self, rounds: Rounds, changed: bool, healed: bool) -> list[int]:
+        """Exchange with the other groups what they have read, and go on with this group's part of the steps; return
+        the targets of all since the last synchronisation."""
+        totals = self.train_data.exchange(rounds.own, self._gather)
+        position = self.train_data.state_dict()
+        if healed:
+            position = {**self._position, "lanes": position["lanes"]}
+        parts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, position)
+        merged = merge_states(parts)
+        whole = self.train_data.catch_up(merged)
+        if changed or whole != merged:
+            self.train_data.deal = Deal(rounds.place, len(rounds.living), self.blueprint.num_microbatches)
+            self.train_data.load_state_dict(whole)
+            self.feed.go_back()
+        return totals
 
     def _roll_back(self, leaps: Leaps) -> None:
         """Go back to the weights of the newest checkpoint with other ones than now, and on with the data. All ranks

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from torchtitan_graph.config import job
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
 from torchtitan_graph.parallel.agree import RanksFailed, files_group, on_all_ranks, on_rank_0
-from torchtitan_graph.parallel.chunk import chunk_of
+from torchtitan_graph.parallel.chunk import Chunk, chunk_of
 
 DUE, FAILED = 1, 2  # a rank's flags, which all ranks gather in every step: see `Checkpointer.flags`
 
@@ -69,8 +69,10 @@ class Checkpointer:
         lr_scheduler: LRScheduler,
         run_config: str = "",
         unfinished: str = TMP,
+        outer: Mapping[str, Chunk] | None = None,
     ) -> None:
-        self.folder = folder
+        """`outer` are this rank's parts of the state of DiLoCo, where there is any."""
+        self.folder, self.outer = folder, outer or {}
         self.config = config
         self.model = model
         self.optimizer = optimizer
@@ -132,7 +134,8 @@ class Checkpointer:
         model_only = last and self.config.last_save_model_only
         state = self._train_state(step, model_only, train_state)
         tensors = self._exported() if model_only else tensors_of(self.model, self.optimizer)
-        self.saver.save(step_folder(self.folder, step), tensors, state, last=last)
+        outer = {} if model_only else self.outer
+        self.saver.save(step_folder(self.folder, step), {**tensors, **outer}, state, last=last)
         if last:
             self.saver.wait()
 
@@ -162,8 +165,9 @@ class Checkpointer:
             resumed, model_only, excluded = _selection(path, self.folder, self.config, saved)
             self.loaded_optimizer = not model_only and "optimizer" not in excluded
             optimizer = self.optimizer if self.loaded_optimizer else None
-            tensors = _tensors_to_load(self.model, optimizer, model_only, metadata)
-            kinds = ("model", "optim") if self.loaded_optimizer else ("model",)
+            outer = self.outer if self.loaded_optimizer else {}
+            tensors = {**_tensors_to_load(self.model, optimizer, model_only, metadata), **outer}
+            kinds = ("model", *["optim"] * self.loaded_optimizer, *["outer"] * bool(outer))
             _check_same_model(path, metadata, tensors, kinds, convert=model_only, group=self.group)
             load_tensors(path, metadata, tensors, self.group)
         except RanksFailed as error:
@@ -335,14 +339,14 @@ def _tensors_to_load(
 def _check_same_model(
     path: Path,
     metadata: Metadata,
-    tensors: dict[str, torch.Tensor],
+    tensors: Mapping[str, torch.Tensor | Chunk],
     kinds: Collection[str],
     convert: bool,
     group: dist.ProcessGroup | None,
 ) -> None:
     """Raise on every rank one UserError with all differences between a checkpoint's tensors and those of all ranks.
 
-    Only the `kinds` that are loaded are compared: "model", and perhaps "optim".
+    Only the `kinds` that are loaded are compared: "model", and perhaps "optim" and "outer".
     """
     here = held_by_all({name: chunk_of(tensor) for name, tensor in tensors.items()}, group)
     _refuse_differences(path, on_rank_0(lambda: _find_differences(metadata, here, kinds, convert), group))
@@ -360,6 +364,12 @@ def _refuse_differences(path: Path, problems: list[str]) -> None:
         lines.append(
             "go on with the run's own [optimizer], or without its state: checkpoint.load_step = N, with"
             " checkpoint.exclude_from_loading = ['optimizer']"
+        )
+    elif all("outer." in problem for problem in problems):
+        kind = "method"
+        lines.append(
+            "outer is what fault_tolerance.semi_sync_method = 'diloco' keeps: set that table as the run had it, or begin"
+            " another run from its parameters, by checkpoint.initial_load_path"
         )
     elif any(problem.endswith(_HISTORY) for problem in problems):
         lines.append(

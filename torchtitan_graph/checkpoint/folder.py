@@ -23,6 +23,7 @@ import msgspec
 import torch.distributed as dist
 
 from torchtitan_graph.checkpoint.metadata import METADATA, read_metadata
+from torchtitan_graph.config import JobConfig, run_folder
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
 from torchtitan_graph.parallel.agree import RanksFailed, gather_from_ranks
@@ -42,7 +43,14 @@ MANIFEST = "manifest.json"
 TRAIN_STATE = "train_state.json"
 CONFIG = "config.toml"
 TMP = ".tmp"  # suffix of a save that is not finished; a replica group's has its number behind it
-CHECKPOINTS = "checkpoint"  # the folder of a run's checkpoints, in job.dump_folder; replica groups share it
+CHECKPOINTS = "checkpoint"  # the folder of a run's checkpoints
+
+
+def checkpoint_folder(config: JobConfig) -> Path:
+    """Return the folder of a run's checkpoints: of replica groups that are equal after each step, one for all; of those
+    that meet after several, one for each."""
+    alone = config.fault_tolerance.semi_sync_method is not None
+    return (run_folder(config) if alone else Path(config.job.dump_folder)) / CHECKPOINTS
 
 
 # Schemas of the JSON files. Fields with a default need not be there.

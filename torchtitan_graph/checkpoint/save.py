@@ -3,7 +3,7 @@
 import functools
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -62,7 +62,11 @@ class Saver:
         self._running: Future[None] | None = None
 
     def save(
-        self, path: Path, tensors: dict[str, torch.Tensor], train_state: dict[str, Any], last: bool = False
+        self,
+        path: Path,
+        tensors: Mapping[str, torch.Tensor | Chunk],
+        train_state: dict[str, Any],
+        last: bool = False,
     ) -> None:
         """Write the current `tensors`, and rank 0's `train_state`; return when that is done, or training may continue.
 

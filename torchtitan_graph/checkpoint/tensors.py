@@ -8,7 +8,7 @@ import contextlib
 import io
 import math
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO, cast
 
@@ -45,7 +45,7 @@ def save_tensors(folder: Path, chunks: dict[str, Chunk], group: dist.ProcessGrou
 
 
 def load_tensors(
-    folder: Path, metadata: Metadata, tensors: dict[str, torch.Tensor], group: dist.ProcessGroup | None = None
+    folder: Path, metadata: Metadata, tensors: Mapping[str, torch.Tensor | Chunk], group: dist.ProcessGroup | None = None
 ) -> None:
     """Load tensors in place from `folder`, whatever the layout they were saved in; all ranks together.
 

@@ -9,6 +9,10 @@ from torchtitan_graph.errors import UserError
 _TABLE = "fault_tolerance"
 AUTO = "auto"  # a lighthouse where the dump folder says
 PACKAGE = "torchft==0.2.0"
+_OF_DILOCO = (
+    *("num_fragments", "fragment_sync_delay", "fragment_update_alpha", "should_quantize"),
+    *("outer_lr", "outer_momentum", "outer_nesterov"),
+)
 
 
 def problems(config: JobConfig) -> Iterator[Problem]:
@@ -70,6 +74,64 @@ def problems(config: JobConfig) -> Iterator[Problem]:
             "training.roll_back_after",
             "not with fault_tolerance.enable: replicas could go back to different checkpoints; set it to 0",
         )
+    if table.semi_sync_method is not None:
+        yield from _problems_in_rounds(config)
+
+
+def _problems_in_rounds(config: JobConfig) -> Iterator[Problem]:
+    """Yield the problems of groups that meet after several steps."""
+    table, method = config.fault_tolerance, f"fault_tolerance.semi_sync_method = {config.fault_tolerance.semi_sync_method}"
+    steps, fragments, checkpoint = table.sync_steps, table.num_fragments, config.checkpoint
+    if method.endswith("diloco"):
+        if steps % fragments:
+            legal = ", ".join(str(n) for n in range(1, min(steps, 100) + 1) if steps % n == 0)
+            yield Problem(f"{_TABLE}.num_fragments", f"must divide sync_steps = {steps}: {legal}")
+        elif table.fragment_sync_delay >= steps // fragments:
+            most = steps // fragments - 1
+            yield Problem(
+                f"{_TABLE}.fragment_sync_delay",
+                f"must be at most {most}: a fragment is synchronised every {most + 1} steps (sync_steps / num_fragments)",
+            )
+        if table.fragment_update_alpha == 1:
+            yield Problem(f"{_TABLE}.fragment_update_alpha", "1 keeps each group's own parameters: take less than 1")
+        if table.outer_lr == 0:
+            yield Problem(f"{_TABLE}.outer_lr", "0 would train nothing: take more; 0.7 is the paper's")
+    periods = {"training.steps": config.training.steps}
+    if checkpoint.enable and not checkpoint.load_only:
+        periods |= {"checkpoint.interval": checkpoint.interval, "checkpoint.keep_every": checkpoint.keep_every}
+        if checkpoint.keep_best:
+            periods["validation.freq"] = config.validation.freq
+    for key, number in periods.items():
+        if number % steps:
+            nearest = max(steps, round(number / steps) * steps)
+            yield Problem(
+                key,
+                f"must be a multiple of fault_tolerance.sync_steps = {steps}, for groups are saved and end where they"
+                f" have met: such as {nearest}",
+            )
+    refused = {
+        "checkpoint.interval_minutes": (checkpoint.interval_minutes, "saves where groups have not met; set it to 0"),
+        "checkpoint.remote_folder": (
+            checkpoint.remote_folder,
+            "is one address, and each group has checkpoints of its own; leave it out, and copy their folders",
+        ),
+        "validation.patience": (
+            config.validation.enable and config.validation.patience,
+            "groups validate parameters of their own, and would end after different steps; set it to 0",
+        ),
+        "training.epochs": (
+            config.training.epochs,
+            "a group that trains alone does not know where the others' data ends; set it to 0, and training.steps to"
+            " the steps of so many epochs",
+        ),
+        "optimizer.ema_decay": (
+            config.optimizer.ema_decay,
+            "groups would average parameters of their own, and an average is never synchronised; leave it out",
+        ),
+    }
+    for key, (value, why) in refused.items():
+        if value:
+            yield Problem(key, f"not with {method}: {why}")
 
 
 def check_member(config: JobConfig) -> None:
@@ -83,6 +145,17 @@ def check_member(config: JobConfig) -> None:
             " which starts all replica groups; or set fault_tolerance.replica and fault_tolerance.lighthouse"
         )
     check_package()
+    if table.semi_sync_method == "diloco" and table.should_quantize:
+        _check_quantizes()
+
+
+def _check_quantizes() -> None:
+    """Raise UserError if torchft can't quantize here: it would send the numbers as they are, without a word."""
+    from torchtitan_graph.device import device_type
+
+    lacking = "a GPU" if device_type() != "cuda" else "Triton" if importlib.util.find_spec("triton") is None else ""
+    if lacking:
+        raise UserError(f"fault_tolerance.should_quantize = true: needs {lacking}; set it to false")
 
 
 def check_package() -> None:
@@ -98,3 +171,13 @@ def notices(config: JobConfig) -> Iterator[Problem]:
         others = [f"{_TABLE}.{name}" for name in of_scripts]
         keys = [key for key in OPTIONS if key.startswith(f"{_TABLE}.") and key not in others]
         yield from unused(config, "there are no replica groups while fault_tolerance.enable is false", *keys)
+        return
+    method = config.fault_tolerance.semi_sync_method
+    if method is None:
+        keys = [f"{_TABLE}.{name}" for name in ("sync_steps", *_OF_DILOCO)]
+        yield from unused(config, "replicas meet in every step while semi_sync_method is not set", *keys)
+    elif method == "local_sgd":
+        keys = [f"{_TABLE}.{name}" for name in _OF_DILOCO]
+        yield from unused(config, "is about semi_sync_method = diloco alone", *keys)
+    elif config.fault_tolerance.outer_nesterov and not config.fault_tolerance.outer_momentum:
+        yield Problem(f"{_TABLE}.outer_nesterov", "without effect: there is no momentum (outer_momentum)")

@@ -953,10 +953,42 @@ class FaultTolerance:
     join_timeout_seconds: int = option(
         600,
         "How long the lighthouse lets a step wait for a group that lives and has not come to it; must be longer than a"
-        " step.",
+        " step, or than a round where semi_sync_method is set.",
         minimum=1,
         maximum=10**6,
     )
+    semi_sync_method: str | None = option(
+        None,
+        "How groups with slow links between them train alone for several steps and then meet, by torchft. local_sgd:"
+        " their parameters are averaged; diloco: how far these have come is averaged, and taken for a gradient by an"
+        " outer optimizer. Not set: they meet in every step.",
+        choices=("local_sgd", "diloco"),
+    )
+    sync_steps: int = option(
+        5, "Steps after which all parameters have been synchronised, with semi_sync_method.", minimum=1
+    )
+    num_fragments: int = option(
+        1,
+        "Runs of blocks that diloco synchronises in turn, one every sync_steps / num_fragments steps (streaming"
+        " DiLoCo).",
+        minimum=1,
+    )
+    fragment_sync_delay: int = option(
+        0, "Steps that diloco trains on while a fragment's average is under way.", minimum=0
+    )
+    fragment_update_alpha: float = option(
+        0.0,
+        "The part of a group's own parameters in those after a synchronisation of diloco; 0: the groups' common ones"
+        " alone.",
+        minimum=0,
+        maximum=1,
+    )
+    should_quantize: bool = option(
+        False, "Send what diloco averages in float8, by torchft's Triton kernels; on a GPU alone."
+    )
+    outer_lr: float = option(0.7, "Learning rate of diloco's outer optimizer, SGD.", minimum=0)
+    outer_momentum: float = option(0.9, "Its momentum.", minimum=0, below=1)
+    outer_nesterov: bool = option(True, "Whether its momentum is Nesterov's.")
 
 
 @dataclass

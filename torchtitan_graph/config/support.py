@@ -60,7 +60,6 @@ _INDUCTOR = (
     " TORCHINDUCTOR_EMULATE_PRECISION_CASTS=1, which hold for all that it compiles"
 )
 _ESTIMATE = "memory is not estimated"
-_EVERY_STEP = "replicas meet in every step"
 
 UNSUPPORTED = {
     "job.custom_config_module": _refuse("", "the schema can't be extended; remove it"),
@@ -171,12 +170,6 @@ UNSUPPORTED = {
     "fault_tolerance.group_size": _refuse(0, "set fault_tolerance.replicas in its place"),
     "fault_tolerance.min_replica_size": _refuse(1, "set fault_tolerance.min_replicas in its place"),
     "fault_tolerance.replica_id": _refuse(0, "set fault_tolerance.replica in its place"),
-    "fault_tolerance.semi_sync_method": _refuse(None, "not built yet; replicas meet in every step: remove it"),
-    "fault_tolerance.sync_steps": _ignore(5, _EVERY_STEP),
-    "fault_tolerance.num_fragments": _ignore(1, _EVERY_STEP),
-    "fault_tolerance.should_quantize": _gone(_EVERY_STEP),
-    "fault_tolerance.fragment_sync_delay": _gone(_EVERY_STEP),
-    "fault_tolerance.fragment_update_alpha": _gone(_EVERY_STEP),
     "experimental.pipeline_parallel_microbatches": _refuse(
         None,
         "it counted the parts of a batch; parallelism.pipeline_parallel_microbatch_size is the rows of one: set that to"

@@ -42,6 +42,7 @@ class Feed:
         most: int = -1,
         in_pairs: bool = False,
         gather: Callable[[list[int]], list[list[int]]] | None = None,
+        keep_empty: bool = False,
     ) -> None:
         """Read from a data loader.
 
@@ -50,8 +51,9 @@ class Feed:
             most: steps to read, also those without a target; -1: all.
             in_pairs: rows are of preferences.
             gather: returns every living replica's list of numbers for this one's, where there are replica groups.
+            keep_empty: return also steps without a target, with the divisor 1: other groups may have some in theirs.
         """
-        self._in_pairs = in_pairs
+        self._in_pairs, self._keep_empty = in_pairs, keep_empty
         self._data, self._layout, self._device = data, layout, device
         self._rows_per_step, self._left, self._gather = rows_per_step, most, gather
         self._copied: list[Batch] = []  # the next microbatches on the device, where they were read ahead
@@ -73,7 +75,8 @@ class Feed:
             on_device = [torch.full((), n, device=self._device) for n in counts]
             num_tokens, *others = self._layout.sum_over_rows(torch.stack(on_device)).unbind()
             divisor = others[0] if others else num_tokens
-            if own or num_tokens > 0:  # a rank with targets needn't read the sum, for which it would wait
+            divisor = divisor.clamp(min=1) if self._keep_empty else divisor
+            if own or self._keep_empty or num_tokens > 0:  # a rank with targets needn't read the sum, for which it would wait
                 stop.begin_steps()
                 batches = self._copied or [batch.to(self._device, non_blocking=True) for batch in on_host]
                 found = Microbatches(batches, on_host, num_tokens, divisor)

@@ -219,19 +219,33 @@ class DataLoader:
                     " run, or resume the model at the beginning of the data: checkpoint.load_step with"
                     " checkpoint.exclude_from_loading = ['dataloader']."
                 )
-        origin, saved = self._mixture.origin(), state.get("mixture")
+        origin, saved, given = self._mixture.origin(), state.get("mixture"), self._lanes_given(state)
         if saved:
             origin = Origin(saved["since"], tuple(saved["given_before"]))
             if saved["weights"] != list(self._mixture.weights):
                 origin = Origin(state["rows"], tuple(saved["given"]))
                 logger.info("training.sources: the weights change from row %d on", state["rows"])
-        given = self._mixture.lanes_given(saved["given"] if saved else [state["rows"]])
         if [row for row, *_ in state["lanes"]] != given or min(map(min, state["lanes"])) < 0:
             # Skipping to a row far ahead of its lane's cursor would never end.
             raise UserError(f"checkpoint: its data position says {state['rows']:,} rows, which its lanes did not give")
         self._rows.set_start(state["rows"], origin, state["lanes"])
         self._counted = Counts(*state.get("counted", ()))
         self.rewind()
+
+    def _lanes_given(self, state: dict[str, Any]) -> list[int]:
+        """Return the number of rows that each lane gave up to a position."""
+        saved = state.get("mixture")
+        return self._mixture.lanes_given(saved["given"] if saved else [state["rows"]])
+
+    def catch_up(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return a merged position with the cursors after all its rows: those of rows that a lost replica has read are
+        found by reading over them."""
+        lanes = []
+        for number, (cursor, given) in enumerate(zip(state["lanes"], self._lanes_given(state), strict=True)):
+            if cursor[0] < given:
+                cursor = self._rows.skip_to(given, number, Cursor(*cursor))
+            lanes.append([*cursor])
+        return {**state, "lanes": lanes}
 
     def rewind(self) -> "DataLoader":
         """Return to the position that was loaded last, or to the beginning; the next batch is the first from there."""
@@ -340,6 +354,13 @@ class _Rows(IterableDataset):
         of number 0."""
         first = first_row + number * self.global_batch_size + self._dp_rank * self._local_batch_size
         return range(first, first + self._local_batch_size)
+
+    def skip_to(self, row: int, number: int, cursor: Cursor) -> Cursor:
+        """Return the cursor of a lane before one of its rows, from an earlier cursor."""
+        lane = self._open_lane(number, cursor)
+        while lane.cursor.row < row:
+            lane.skip_row()
+        return lane.cursor
 
     def __iter__(self) -> Iterator[tuple[Batch, list[Cursor], Counts] | UserError]:
         try:

@@ -17,8 +17,10 @@ class Chunk(NamedTuple):
     shape: tuple[int, ...]
 
 
-def chunk_of(tensor: torch.Tensor) -> Chunk:
-    """Return this rank's box of a DTensor, possibly empty; of a plain tensor, all of it."""
+def chunk_of(tensor: torch.Tensor | Chunk) -> Chunk:
+    """Return this rank's box of a DTensor, possibly empty; of a plain tensor, all of it; a box as it is."""
+    if isinstance(tensor, Chunk):
+        return tensor
     if not isinstance(tensor, DTensor):
         return Chunk(tensor.detach(), (0,) * tensor.dim(), tuple(tensor.shape))
     with torch.no_grad():

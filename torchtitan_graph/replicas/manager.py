@@ -28,6 +28,15 @@ for _name in ("torchft", "torchft_quorums", "torchft_commits", "torchft_errors")
     logging.getLogger(_name).setLevel(logging.CRITICAL)  # what matters is logged by `Replicas`
 
 
+class _Manager(Manager):
+    """torchft's, with the time to wait for a vote's other ranks, which may notice a loss late."""
+
+    vote_timeout = timedelta(seconds=60)
+
+    def should_commit(self, timeout: timedelta | None = None) -> bool:
+        return bool(super().should_commit(timeout or self.vote_timeout))
+
+
 class _KnowsMembers:
     """Of a group that is made anew for each quorum: the numbers of the replicas in it, and whether it was not used."""
 
@@ -84,6 +93,7 @@ def new_manager(
     timeout: timedelta,
     quorum_timeout: timedelta,
     connect_timeout: timedelta,
+    vote_timeout: timedelta,
 ) -> Manager:
     """Return a manager; all ranks of the replica group call this together. Its heartbeats begin here.
 
@@ -91,7 +101,7 @@ def new_manager(
     same first parameters.
     """
     with _server_on(host):
-        manager = Manager(
+        manager = _Manager(
             group,
             take,
             give,
@@ -110,7 +120,7 @@ def new_manager(
             hostname=host,
             checkpoint_transport=transport,
         )
-    manager._executor = _InDaemons()
+    manager.vote_timeout, manager._executor = vote_timeout, _InDaemons()
     return manager
 
 

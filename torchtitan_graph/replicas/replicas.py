@@ -272,6 +272,7 @@ class Replicas:
             timeout=self._timeout,
             quorum_timeout=timedelta(seconds=self._table.join_timeout_seconds) + self._heal_timeout,
             connect_timeout=timedelta(seconds=CONNECT_WITHIN_S),
+            vote_timeout=self._timeout + self._heal_timeout,
         )
         self._manager.load_state_dict(self._state)
 
@@ -360,18 +361,22 @@ class Replicas:
     def commit(self) -> bool:
         """Return the vote of this group's ranks: whether the step counts, or is done anew."""
         assert self._manager is not None, "of this quorum"
-        committed = bool(self._manager.should_commit(timeout=self._timeout + self._heal_timeout))
+        committed = bool(self._manager.should_commit())
         if committed:
             self._lineage = zlib.crc32(repr((self._lineage, self.living)).encode())
         else:
-            self.redone += 1
+            self.note_loss("step")
             if self._max_in_group(self._is_another):
                 self._manager.load_state_dict({"step": 0, "batches_committed": 0})  # so that it heals
                 self._is_another = False
-            if dist.get_rank() == 0:
-                why = _first_line(self._error())
-                logger.warning(f"a replica was lost in this step, which is done anew: {why}")
         return committed
+
+    def note_loss(self, what: str) -> None:
+        """Count what is done anew, for a replica was lost in it, and log it."""
+        self.redone += 1
+        if dist.get_rank() == 0:
+            why = _first_line(self._error())
+            logger.warning(f"a replica was lost in this {what}, which is done anew: {why}")
 
     @property
     def saves(self) -> bool:

@@ -1,0 +1,166 @@
+"""Replica groups that meet after several steps instead of in each, by torchft's LocalSGD and DiLoCo.
+
+Note [Rounds]
+A round is the steps between two synchronisations: sync_steps / num_fragments of them. In it each group trains alone, on
+its own part of each step's rows, with the denominator of its own targets. At its end:
+
+1. The quorum says who lives. A group that has just started, or that others have left behind, heals from one that is at
+   a round's end too: parameters, the optimizer's state, and what DiLoCo keeps beside them.
+2. The groups exchange how far each has read and how many targets it has trained on; each then knows the position in the
+   data, reads over the rows of groups that were lost, and takes the part of the next steps that the quorum gives it.
+3. torchft averages over the groups that live: the parameters (LocalSGD), or how far those of a fragment have come since
+   its last synchronisation (DiLoCo), which its outer optimizer takes for a gradient.
+4. Each group's ranks vote. After a no the group does all this anew, from the parameters that it had trained. If others
+   had a yes, they are in the next round, and this group waits for its end and heals.
+
+With a delay, 3 begins so many steps before the round's end, after 1 and 2, and ends with it, after another 2. The new
+parts of the steps hold from 2 on.
+
+A group that starts joins in the same way; if all start, there is nothing to average. The manager's number of steps
+tells them apart: 2 k for groups that start after round k, 2 k + 1 for those at the end of round k + 1. So a group that
+starts, however far its checkpoint is, is never taken for one that has trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchft.local_sgd import DiLoCo, LocalSGD
+
+from torchtitan_graph.capture.state import local_part
+from torchtitan_graph.config import job
+from torchtitan_graph.replicas.outer import Outer
+from torchtitan_graph.replicas.replicas import Replicas
+
+
+class _DiLoCo(DiLoCo):
+    """torchft's, whose state is among the tensors that `Replicas` sends."""
+
+    def _register_state_dict_fn(self) -> None:
+        pass
+
+
+class Rounds(Replicas):
+    """This replica group among others that meet at the end of rounds. See Note [Rounds]. All ranks of the group call
+    each method together.
+
+    is_training       whether this group is in a round that it has begun together with the others
+    is_starting       after `meet`: whether all groups start, so that there is nothing to average
+    is_sent           whether the average is under way
+    is_synchronised   whether a round has ended after the last step
+    counted, own      targets of all groups up to the last synchronisation, and of this one since: in all, then by source
+    """
+
+    def __init__(
+        self,
+        table: job.FaultTolerance,
+        folder: Path,
+        device: torch.device,
+        tensors: Callable[[], dict[str, Tensor]],
+        give: Callable[[], dict[str, Any]],
+        take: Callable[[dict[str, Tensor], dict[str, Any]], None],
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        outer: Outer | None,
+        counted: list[int],
+    ) -> None:
+        """Meet the lighthouse, as `Replicas`. `outer` is the state of DiLoCo; without it, the method is LocalSGD."""
+        self._method: LocalSGD | DiLoCo | None = None
+        super().__init__(table, folder, device, tensors, give, take, step=0)
+        self._num_fragments, self._delay = (1, 0) if outer is None else (table.num_fragments, table.fragment_sync_delay)
+        self._every = table.sync_steps // self._num_fragments
+        self._method = self._new_method(model, optimizer, outer)
+        self.is_training = self.is_starting = self.is_sent = self.is_synchronised = False
+        self.counted, self.own = counted, [0] * len(counted)
+
+    def _new_method(self, model: nn.Module, optimizer: torch.optim.Optimizer, outer: Outer | None) -> LocalSGD | DiLoCo:
+        table = self._table
+        if outer is None:
+            trained = nn.ParameterList(p for p in model.parameters() if p.requires_grad)
+            return LocalSGD(self._manager, trained, optimizer, table.sync_steps)
+        method = _DiLoCo(
+            self._manager,
+            outer.modules,
+            optimizer,
+            outer.optimizers,
+            table.sync_steps,
+            should_quantize=table.should_quantize,
+            fragment_sync_delay=table.fragment_sync_delay,
+            fragment_update_alpha=table.fragment_update_alpha,
+        )
+        for fragment, originals in zip(method._fragments, outer.originals, strict=True):
+            fragment.original_parameters = {str(i): original for i, original in enumerate(originals)}
+        return method
+
+    def _make_manager(self, port: int) -> None:
+        super()._make_manager(port)
+        if self._method is not None:  # the lighthouse was lost
+            self._method._manager = self._manager
+            for fragment in getattr(self._method, "_fragments", ()):
+                fragment._manager = self._manager
+
+    def is_due(self, step: int) -> bool:
+        """Return whether the groups meet after this step."""
+        return self.ends_round(step) or step % self._every == self._every - self._delay
+
+    def ends_round(self, step: int) -> bool:
+        return step % self._every == 0
+
+    def meet(self, step: int) -> bool:
+        """Wait for the quorum, as `join`; return whether this group's part of the steps is now another, or its
+        state."""
+        round_number = -(-step // self._every)  # of the round that this step is in, or ends
+        number = 2 * round_number - self.is_training
+        self._state = {"step": number, "batches_committed": 0}
+        if self._manager is not None:
+            self._manager.load_state_dict(self._state)
+        changed = self.join()
+        self.is_starting = self._manager.current_step() % 2 == 0
+        return changed
+
+    def begin(self) -> None:
+        """Begin to train together with the others that start, if the vote says so."""
+        self.is_training = self.commit()
+
+    def send(self, step: int) -> None:
+        """Begin to average over the groups that live; only DiLoCo does so ahead of `end`."""
+        self.is_training = self.is_sent = True
+        if isinstance(self._method, DiLoCo):
+            self._method._fragments[self._fragment(step)].prepare_sync()
+
+    def end(self, step: int) -> bool:
+        """End the round with the average; return the vote. After a no the parameters are as they were."""
+        self._transport.disallow_checkpoint()  # those that heal have come to the exchange, or are lost
+        if isinstance(self._method, DiLoCo):
+            parameters = self._method._fragments[self._fragment(step)]._model_fragment.parameters()
+            trained = [(p, local_part(p).detach().clone()) for p in parameters]
+            committed = self._method._fragments[self._fragment(step)].perform_sync()
+            if not committed:  # torchft has set them back
+                for p, before in trained:
+                    local_part(p).detach().copy_(before)
+        else:
+            before = self._manager.current_step()
+            self._method._perform_sync()
+            committed = self._manager.current_step() > before
+        if not committed:
+            self.note_loss("synchronisation")
+        self.is_sent, self.is_synchronised = False, committed
+        return committed
+
+    def _fragment(self, step: int) -> int:
+        """Return the fragment of the round that this step is in, or ends: they take turns."""
+        return (-(-step // self._every) - 1) % self._num_fragments
+
+    @property
+    def healed(self) -> bool:
+        """Whether this group has healed in the last `meet`."""
+        return self._healed
+
+    @property
+    def saves(self) -> bool:
+        """Whether this group saves a checkpoint: each saves its own, after a synchronisation."""
+        return self.is_synchronised

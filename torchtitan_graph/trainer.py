@@ -420,8 +420,8 @@ class Trainer:
         parameters = dict(self.model.named_parameters())
         if speed and (others := [name for name in self.model.state_dict() if name not in parameters]):
             raise UserError(
-                f"fault_tolerance.semi_sync_method = {table.semi_sync_method!r}: groups would move {others[0]} apart, by"
-                " the loads of each; set moe.bias_update_speed = 0, and a balance loss in [moe], or leave"
+                f"fault_tolerance.semi_sync_method = {table.semi_sync_method!r}: each group would move {others[0]} by"
+                " loads of its own; set moe.bias_update_speed = 0, and a balance loss in [moe], or leave"
                 " semi_sync_method out"
             )
         return Outer(self.model, self.model.blocks, table) if table.semi_sync_method == "diloco" else None

@@ -166,7 +166,8 @@ class Checkpointer:
             self.loaded_optimizer = not model_only and "optimizer" not in excluded
             optimizer = self.optimizer if self.loaded_optimizer else None
             outer = self.outer if self.loaded_optimizer else {}
-            tensors = {**_tensors_to_load(self.model, optimizer, model_only, metadata), **outer}
+            tensors: dict[str, torch.Tensor | Chunk] = {**outer}
+            tensors |= _tensors_to_load(self.model, optimizer, model_only, metadata)
             kinds = ("model", *["optim"] * self.loaded_optimizer, *["outer"] * bool(outer))
             _check_same_model(path, metadata, tensors, kinds, convert=model_only, group=self.group)
             load_tensors(path, metadata, tensors, self.group)
@@ -368,8 +369,8 @@ def _refuse_differences(path: Path, problems: list[str]) -> None:
     elif all("outer." in problem for problem in problems):
         kind = "method"
         lines.append(
-            "outer is what fault_tolerance.semi_sync_method = 'diloco' keeps: set that table as the run had it, or begin"
-            " another run from its parameters, by checkpoint.initial_load_path"
+            "outer is what fault_tolerance.semi_sync_method = 'diloco' keeps: set that table as the run had it, or"
+            " begin another run from its parameters, by checkpoint.initial_load_path"
         )
     elif any(problem.endswith(_HISTORY) for problem in problems):
         lines.append(

@@ -45,7 +45,10 @@ def save_tensors(folder: Path, chunks: dict[str, Chunk], group: dist.ProcessGrou
 
 
 def load_tensors(
-    folder: Path, metadata: Metadata, tensors: Mapping[str, torch.Tensor | Chunk], group: dist.ProcessGroup | None = None
+    folder: Path,
+    metadata: Metadata,
+    tensors: Mapping[str, torch.Tensor | Chunk],
+    group: dist.ProcessGroup | None = None,
 ) -> None:
     """Load tensors in place from `folder`, whatever the layout they were saved in; all ranks together.
 

@@ -80,7 +80,10 @@ def problems(config: JobConfig) -> Iterator[Problem]:
 
 def _problems_in_rounds(config: JobConfig) -> Iterator[Problem]:
     """Yield the problems of groups that meet after several steps."""
-    table, method = config.fault_tolerance, f"fault_tolerance.semi_sync_method = {config.fault_tolerance.semi_sync_method}"
+    table, method = (
+        config.fault_tolerance,
+        f"fault_tolerance.semi_sync_method = {config.fault_tolerance.semi_sync_method}",
+    )
     steps, fragments, checkpoint = table.sync_steps, table.num_fragments, config.checkpoint
     if method.endswith("diloco"):
         if steps % fragments:
@@ -90,7 +93,7 @@ def _problems_in_rounds(config: JobConfig) -> Iterator[Problem]:
             most = steps // fragments - 1
             yield Problem(
                 f"{_TABLE}.fragment_sync_delay",
-                f"must be at most {most}: a fragment is synchronised every {most + 1} steps (sync_steps / num_fragments)",
+                f"must be at most {most}: a synchronisation comes every {most + 1} steps (sync_steps / num_fragments)",
             )
         if table.fragment_update_alpha == 1:
             yield Problem(f"{_TABLE}.fragment_update_alpha", "1 keeps each group's own parameters: take less than 1")

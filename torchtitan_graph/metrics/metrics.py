@@ -226,7 +226,8 @@ class Metrics:
         tokens_seen, flops = self._record["tokens_seen"], self._flops
         record: dict[str, Any] = {
             **self._record,
-            "tokens_per_second": (tokens_seen - self._tokens_seen) / self._step_time_s,
+            # Not below 0: of a replica group that is lost, the targets that were expected of it are taken back.
+            "tokens_per_second": max(0, tokens_seen - self._tokens_seen) / self._step_time_s,
             "step_time_s": self._step_time_s / self._num_steps,
             "data_loading_s": self._data_loading_s / self._num_steps,
             "mfu": None if flops is None or self.peak_flops is None else flops / self._step_time_s / self.peak_flops,

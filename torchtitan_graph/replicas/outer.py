@@ -82,7 +82,7 @@ def fragments_of(model: nn.Module, blocks: Iterable[str], number: int) -> list[d
             f" to at most {max(len(order), 1)}"
         )
     fragments: list[dict[str, nn.Parameter]] = [{} for _ in range(number)]
-    outside = 0  # the fragment of parameters that are in no block: those of a model that come first are before its blocks
+    outside = 0  # the fragment of what is in no block
     for name, p in trained.items():
         block = block_of_each[name]
         place = outside if block is None else order.index(block) * number // len(order)

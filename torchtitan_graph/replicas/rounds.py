@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torchft.local_sgd import DiLoCo, LocalSGD
+from torchft.local_sgd import _StreamingDiLoCoFragment as Fragment
 
 from torchtitan_graph.capture.state import local_part
 from torchtitan_graph.config import job
@@ -52,7 +53,8 @@ class Rounds(Replicas):
     is_starting       after `meet`: whether all groups start, so that there is nothing to average
     is_sent           whether the average is under way
     is_synchronised   whether a round has ended after the last step
-    counted, own      targets of all groups up to the last synchronisation, and of this one since: in all, then by source
+    counted, own      targets of all groups up to the last synchronisation, and of this one since; then, of a mixture,
+                      those of each source
     """
 
     def __init__(
@@ -71,30 +73,35 @@ class Rounds(Replicas):
         """Meet the lighthouse, as `Replicas`. `outer` is the state of DiLoCo; without it, the method is LocalSGD."""
         self._method: LocalSGD | DiLoCo | None = None
         super().__init__(table, folder, device, tensors, give, take, step=0)
-        self._num_fragments, self._delay = (1, 0) if outer is None else (table.num_fragments, table.fragment_sync_delay)
-        self._every = table.sync_steps // self._num_fragments
-        self._method = self._new_method(model, optimizer, outer)
+        trained = nn.ParameterList(p for p in model.parameters() if p.requires_grad)
+        self._local_sgd = LocalSGD(self._manager, trained, optimizer, table.sync_steps)
+        self._fragments = [] if outer is None else self._new_fragments(optimizer, outer)
+        self._every = table.sync_steps // max(1, len(self._fragments))
+        self._delay = table.fragment_sync_delay if self._fragments else 0
         self.is_training = self.is_starting = self.is_sent = self.is_synchronised = False
         self.counted, self.own = counted, [0] * len(counted)
 
-    def _new_method(self, model: nn.Module, optimizer: torch.optim.Optimizer, outer: Outer | None) -> LocalSGD | DiLoCo:
+    def _new_fragments(self, optimizer: torch.optim.Optimizer, outer: Outer) -> list[Fragment]:
+        """Return torchft's fragments, on the state of `outer`."""
         table = self._table
-        if outer is None:
-            trained = nn.ParameterList(p for p in model.parameters() if p.requires_grad)
-            return LocalSGD(self._manager, trained, optimizer, table.sync_steps)
-        method = _DiLoCo(
+        diloco = _DiLoCo(
             self._manager,
-            outer.modules,
+            list(outer.modules),
             optimizer,
-            outer.optimizers,
+            list(outer.optimizers),
             table.sync_steps,
             should_quantize=table.should_quantize,
             fragment_sync_delay=table.fragment_sync_delay,
             fragment_update_alpha=table.fragment_update_alpha,
         )
-        for fragment, originals in zip(method._fragments, outer.originals, strict=True):
+        for fragment, originals in zip(diloco._fragments, outer.originals, strict=True):
             fragment.original_parameters = {str(i): original for i, original in enumerate(originals)}
-        return method
+        return diloco._fragments
+
+    def _fragment(self, step: int) -> Fragment | None:
+        """Return the fragment of the round that this step is in, or ends: they take turns. None with LocalSGD."""
+        round_number = -(-step // self._every)
+        return self._fragments[(round_number - 1) % len(self._fragments)] if self._fragments else None
 
     def _make_manager(self, port: int) -> None:
         super()._make_manager(port)
@@ -129,31 +136,26 @@ class Rounds(Replicas):
     def send(self, step: int) -> None:
         """Begin to average over the groups that live; only DiLoCo does so ahead of `end`."""
         self.is_training = self.is_sent = True
-        if isinstance(self._method, DiLoCo):
-            self._method._fragments[self._fragment(step)].prepare_sync()
+        if (fragment := self._fragment(step)) is not None:
+            fragment.prepare_sync()
 
     def end(self, step: int) -> bool:
         """End the round with the average; return the vote. After a no the parameters are as they were."""
         self._transport.disallow_checkpoint()  # those that heal have come to the exchange, or are lost
-        if isinstance(self._method, DiLoCo):
-            parameters = self._method._fragments[self._fragment(step)]._model_fragment.parameters()
-            trained = [(p, local_part(p).detach().clone()) for p in parameters]
-            committed = self._method._fragments[self._fragment(step)].perform_sync()
+        if (fragment := self._fragment(step)) is not None:
+            trained = [(p, local_part(p).detach().clone()) for p in fragment._model_fragment.parameters()]
+            committed = fragment.perform_sync()
             if not committed:  # torchft has set them back
                 for p, before in trained:
                     local_part(p).detach().copy_(before)
         else:
-            before = self._manager.current_step()
-            self._method._perform_sync()
-            committed = self._manager.current_step() > before
+            number = self._manager.current_step()
+            self._local_sgd._perform_sync()
+            committed = self._manager.current_step() > number
         if not committed:
             self.note_loss("synchronisation")
         self.is_sent, self.is_synchronised = False, committed
         return committed
-
-    def _fragment(self, step: int) -> int:
-        """Return the fragment of the round that this step is in, or ends: they take turns."""
-        return (-(-step // self._every) - 1) % self._num_fragments
 
     @property
     def healed(self) -> bool:

@@ -15,10 +15,10 @@ class Groups:
 
     def __init__(self, folder: Path, *options: str, ranks: int = 1, number: int = 2) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
-            address = f"http://127.0.0.1:{free.getsockname()[1]}"
+            self.lighthouse = f"http://127.0.0.1:{free.getsockname()[1]}"
         self.folder, self._ranks = folder, ranks
         self._options = [*FAST, *options, "--job.dump_folder", str(folder), "--fault_tolerance.enable"]
-        self._options += ["--fault_tolerance.replicas", str(number), "--fault_tolerance.lighthouse", address]
+        self._options += ["--fault_tolerance.replicas", str(number), "--fault_tolerance.lighthouse", self.lighthouse]
         self._lighthouse = Forks("--job.config_file", TINY, *self._options)
         self._lighthouse.fork(_serve, None, {})
         self.running: dict[int, Forks] = {}

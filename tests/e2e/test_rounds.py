@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from groups import groups
 from runs import TINY, Forks, numbers, saved, saved_steps
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torchtitan_graph.blueprint import Blueprint
 from torchtitan_graph.checkpoint import load_model
 from torchtitan_graph.config import JobConfig, load, run_folder
+from torchtitan_graph.config.job import FaultTolerance
 from torchtitan_graph.data.batch import IGNORE_INDEX, Batch
 from torchtitan_graph.data.loader import Deal, build_dataloader
 from torchtitan_graph.data.tokenizer import load_tokenizer
@@ -155,6 +157,60 @@ def test_two_groups_train_as_the_algorithm_is_defined(options: list[str], tmp_pa
     assert distance(loaded(tmp_path / "replica_0", 8), wrong[0]) > 1e-3
 
 
+def _sgd(words: list[str]) -> int:
+    """In a process: train a small model by SGD, in rounds of one step, and write its weights."""
+    folder, lighthouse, number, method = words
+    from torchtitan_graph.replicas.outer import Outer
+    from torchtitan_graph.replicas.rounds import Rounds
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    table = FaultTolerance(replica=int(number), lighthouse=lighthouse, semi_sync_method=method, sync_steps=1)
+    table.outer_lr, table.outer_momentum = 1.0, 0.0
+    model, random = small_model(), torch.Generator().manual_seed(int(number))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+    outer = Outer(model, ["0", "1"], table) if method == "diloco" else None
+    if outer is not None:
+        outer.begin()
+    given = table, Path(folder), torch.device("cpu"), lambda: {}, lambda: {}, lambda *_: None
+    rounds = Rounds(*given, model=model, optimizer=optimizer, outer=outer, counted=[0])
+    while not rounds.is_training or len(rounds.living) < 2:  # the other may be late
+        rounds.is_training = False
+        rounds.meet(0)
+        rounds.begin()
+    for step in range(1, 6):
+        for p in model.parameters():
+            p.grad = torch.randn(p.shape, generator=random)
+        optimizer.step()
+        rounds.meet(step)
+        rounds.send(step)
+        assert rounds.end(step)
+    torch.save([p.detach() for p in model.parameters()], Path(folder, f"{number}.pt"))
+    return 0
+
+
+def small_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+
+
+@pytest.mark.parametrize("method", ["diloco", "local_sgd"])
+def test_in_rounds_of_one_step_sgd_is_synchronous(method: str, tmp_path: Path) -> None:
+    """SGD's update, and its momentum, are linear in the gradients; so their mean is that of the mean gradients."""
+    with groups(tmp_path) as run:
+        for number in ("0", "1"):
+            run.running[int(number)] = Forks(str(tmp_path), run.lighthouse, number, method)
+            run.running[int(number)].fork(_sgd, None, {})
+        run.finish()
+    model, randoms = small_model(), [torch.Generator().manual_seed(number) for number in range(2)]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+    for _ in range(5):
+        for p in model.parameters():
+            p.grad = sum((torch.randn(p.shape, generator=random) for random in randoms), torch.zeros(())) / 2
+        optimizer.step()
+    for number in range(2):
+        torch.testing.assert_close(torch.load(tmp_path / f"{number}.pt"), [*model.parameters()], rtol=0, atol=1e-6)
+
+
 # --- losses and returns ---------------------------------------------------------------------------------------------
 
 
@@ -259,14 +315,14 @@ def wait_for_death(group: Forks) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [DILOCO, LOCAL_SGD, DELAYED])
 def test_groups_that_are_stopped_go_on_with_every_bit(options: list[str], tmp_path: Path) -> None:
-    """A signal in the sixth step is obeyed at the next synchronisation, after which each group saves its own state."""
+    """A signal in the fifth step is obeyed at the next synchronisation, after which each group saves its own state."""
     words = [*COMMON, *options, "--training.steps", "12", "--checkpoint.interval", "12", "--fault_tolerance.sync_steps"]
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     with groups(whole, *words, "4") as run:
         run.start(0, 1)
         run.finish()
     with groups(stopped, *words, "4") as run:
-        run.start(0, 1, patch=partial(patch, 0.0, "train", 5, signal.SIGTERM))
+        run.start(0, 1, patch=partial(patch, 0.0, "train", 4, signal.SIGTERM))
         first = {number: group.finish() for number, group in run.running.items()}
     step = 6 if options is DELAYED else 8
     for number in range(2):

@@ -70,6 +70,7 @@ RUN_DEFINING = (
     "training.dynamic_seq_len",
     "training.dtype",
     "debug.seed",
+    "fault_tolerance.semi_sync_method",
 )
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_graph import stop
-from torchtitan_graph.checkpoint.folder import CONFIG, checkpoint_folder
+from torchtitan_graph.checkpoint.folder import CHECKPOINTS, CONFIG
 from torchtitan_graph.checkpoint.remote import Remote, using
 from torchtitan_graph.config import JobConfig, dump_toml, run_folder
 from torchtitan_graph.device import device_type, peak_memory_gib
@@ -32,7 +32,7 @@ class RunFolder:
     """
 
     def __init__(self, config: JobConfig) -> None:
-        self.path, self._checkpoints = run_folder(config), checkpoint_folder(config)
+        self.path = run_folder(config)
         self.status: Status | None = None
         self.planned = ""  # the forecast of rank 0's peak memory, in words, for the line at the end
         on_rank_0(lambda: retry_io(lambda: self._open(config)), files_group())
@@ -60,7 +60,8 @@ class RunFolder:
     def _compare(self, config: JobConfig, file: Path) -> None:
         """Compare the configuration with those that the run saved, in its folder and at its remote address."""
         table, compared = config.checkpoint, None
-        if file.exists() and any(self._checkpoints.glob("step-*")):
+        places = {self.path, Path(config.job.dump_folder)}  # of groups: each one's, or one for all
+        if file.exists() and any(any(place.glob(f"{CHECKPOINTS}/step-*")) for place in places):
             try:
                 compared = read_small(file)
             except BadFile as error:

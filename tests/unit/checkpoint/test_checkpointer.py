@@ -16,6 +16,7 @@ from torchtitan_graph.config import job
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
 from torchtitan_graph.optim import build_lr_scheduler, build_optimizer
+from torchtitan_graph.parallel.chunk import chunk_of
 from torchtitan_graph.quantize.layers import Linear
 from torchtitan_graph.quantize.products import DELAYED, Recipe
 
@@ -514,3 +515,22 @@ def test_a_checkpoint_that_is_a_link_goes_without_what_it_leads_to(tmp_path: Pat
     run.train(4)
     assert saved(tmp_path / "b") == ["step-4"]
     assert saved(tmp_path / "a" / "step-2")
+
+
+def test_the_state_of_diloco_is_saved_with_the_rest_and_missed_where_it_is_not(tmp_path: Path) -> None:
+    def with_outer(seed: int, fill: float) -> Run:
+        run = Run(tmp_path, seed=seed, last_save_model_only=False)
+        outer = {"outer.original": chunk_of(torch.full((4,), fill)), "outer.x.momentum_buffer": chunk_of(torch.ones(2))}
+        run.checkpointer.outer = outer
+        return run
+
+    first = with_outer(seed=0, fill=3.0).train(2)
+    second = with_outer(seed=1, fill=0.0)
+    second.load()
+    assert second.checkpointer.outer["outer.original"].local.tolist() == [3.0] * 4
+    assert second.bits() == first.bits()
+    without = Run(tmp_path, last_save_model_only=False)
+    without.load()  # it is no part of the model
+    without.train(4)
+    with pytest.raises(UserError, match="is of another method:\n  missing: outer.original\n(.|\n)*semi_sync_method"):
+        with_outer(seed=0, fill=0.0).load()

@@ -16,6 +16,7 @@ from torchtitan_graph.data import (
     sources,
 )
 from torchtitan_graph.data.corpus import ShuffledCorpus
+from torchtitan_graph.data.loader import Deal
 from torchtitan_graph.data.tokenizer import ByteTokenizer
 from torchtitan_graph.errors import UserError
 
@@ -287,3 +288,19 @@ def test_rewound_it_begins_again_where_it_began(make_loader, reference, num_work
     one = make_loader(num_workers=num_workers)
     assert take([one], 3) == reference[:3]
     assert take([one.rewind()], 2) == reference[:2]
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_the_position_after_rows_of_a_lost_replica_is_found_without_it(make_loader, reference, lost):
+    loaders = [make_loader(local_batch_size=2, num_microbatches=4) for _ in range(2)]
+    for number, loader in enumerate(loaders):
+        loader.deal = Deal(number, 2, 4)
+        take([loader], 3 * 2)
+    both = merge_states([loader.state_dict() for loader in loaders])
+    alone = merge_states([loaders[1 - lost].state_dict()])
+    assert alone["lanes"] != both["lanes"]
+    assert loaders[1 - lost].catch_up(alone) == {**alone, "lanes": both["lanes"]}
+    assert loaders[lost].catch_up(both) == both
+    resumed = make_loader()
+    resumed.load_state_dict(loaders[1 - lost].catch_up(alone))
+    assert take([resumed], 4) == reference[3:7]

@@ -27,6 +27,7 @@ from torchtitan_graph.data.loader import Deal, build_dataloader
 from torchtitan_graph.data.tokenizer import load_tokenizer
 from torchtitan_graph.models.layers.init import initialize
 from torchtitan_graph.optim import build_lr_scheduler, build_optimizer
+from torchtitan_graph.run.status import NAME as STATUS
 
 COMMON = ["--compile.mode", "eager", "--validation.no-enable", "--training.mixed_precision_param", "float32"]
 COMMON += ["--training.global_batch_size", "8", "--training.steps", "8", "--fault_tolerance.sync_steps", "4"]
@@ -34,6 +35,7 @@ COMMON += ["--checkpoint.interval", "4", "--activation_checkpoint.mode", "none"]
 DILOCO = ["--fault_tolerance.semi_sync_method", "diloco"]
 STREAMING = [*DILOCO, "--fault_tolerance.num_fragments", "2"]
 DELAYED = [*STREAMING, "--fault_tolerance.fragment_sync_delay", "1", "--fault_tolerance.fragment_update_alpha", "0.25"]
+TOGETHER = ["--fault_tolerance.min_replicas", "2"]  # else the first to start would train alone for a while
 LOCAL_SGD = ["--fault_tolerance.semi_sync_method", "local_sgd"]
 
 
@@ -81,8 +83,9 @@ class Alone:
         return F.cross_entropy(logits_BLV.flatten(0, 1), batch.labels_BL.flatten(), reduction="sum")
 
 
-def by_definition(options: list[str]) -> list[dict[str, Tensor]]:
-    """Return each group's parameters after the last step, by the papers' algorithms."""
+def by_definition(options: list[str], lost_at: int = 10**9) -> list[dict[str, Tensor]]:
+    """Return each group's parameters after the last step, by the papers' algorithms. The second group's part of the
+    synchronisation after step `lost_at`, and of later ones, is lost."""
     config = load(["--job.config_file", TINY, *COMMON, *options])
     table, local = config.fault_tolerance, config.fault_tolerance.semi_sync_method == "local_sgd"
     fragments = 1 if local else table.num_fragments
@@ -100,7 +103,8 @@ def by_definition(options: list[str]) -> list[dict[str, Tensor]]:
         mine = [name for name in old if blocks[name] * fragments // (max(blocks.values()) + 1) == turn % fragments]
         with torch.no_grad():
             if step % every == (every - delay) % every:
-                mean = {name: (parameters[0][name] + parameters[1][name]) / 2 for name in mine}
+                living = parameters[: 2 if step < lost_at else 1]
+                mean = {name: sum(each[name] for each in living) / len(living) for name in mine}  # type: ignore[misc]
             if step % every:
                 continue
             for name in mine:
@@ -147,7 +151,7 @@ def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     ],
 )
 def test_two_groups_train_as_the_algorithm_is_defined(options: list[str], tmp_path: Path) -> None:
-    with groups(tmp_path, *COMMON, *options) as run:
+    with groups(tmp_path, *COMMON, *TOGETHER, *options) as run:
         run.start(0, 1)
         run.finish()
     expected = by_definition(options)
@@ -215,14 +219,20 @@ def test_in_rounds_of_one_step_sgd_is_synchronous(method: str, tmp_path: Path) -
 
 
 def patch(pace: float = 0.0, moment: str = "", nth: int = 0, number: int = signal.SIGKILL) -> None:
-    """In a rank: wait in each step, write what a synchronisation left, and send itself a signal before the `nth` call
-    of a function."""
+    """In a rank: wait for the other group to start, and in each step; write what a synchronisation left; and send this
+    process a signal before the `nth` call of a function."""
     from torchtitan_graph.replicas.manager import _Manager
     from torchtitan_graph.replicas.rounds import Fragment, Rounds
     from torchtitan_graph.steps import Steps
     from torchtitan_graph.trainer import Trainer
 
-    train, train_step = Steps.train, Trainer.train_step
+    train, train_step, join = Steps.train, Trainer.train_step, Trainer._join
+
+    def join_together(self: Trainer) -> Any:
+        folder = Path(self.config.job.dump_folder)
+        while not all((folder / f"replica_{number}" / STATUS).exists() for number in range(2)):
+            time.sleep(0.05)
+        return join(self)
 
     def train_slowly(*given: Any) -> Any:
         time.sleep(pace)
@@ -242,6 +252,7 @@ def patch(pace: float = 0.0, moment: str = "", nth: int = 0, number: int = signa
         return trained
 
     Steps.train, Trainer.train_step = train_slowly, step_and_tell  # type: ignore[method-assign,assignment]
+    Trainer._join = join_together  # type: ignore[method-assign]
     if moment:
         holder = next(each for each in (Steps, Rounds, Fragment, _Manager) if hasattr(each, moment))
         function, calls = getattr(holder, moment), iter(range(nth))
@@ -313,10 +324,34 @@ def wait_for_death(group: Forks) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("options", "moment"), [(DILOCO, "prepare_sync"), (DILOCO, "gather"), (LOCAL_SGD, "gather")])
+def test_what_the_survivor_has_trained_is_in_a_synchronisation_done_anew(
+    options: list[str], moment: str, tmp_path: Path
+) -> None:
+    with groups(tmp_path, *COMMON, *options) as run:
+        run.start(0, patch=patch)
+        run.start(1, patch=partial(patch, 0.0, moment, 2 if moment == "gather" else 1))
+        result = run.running[0].finish()
+    assert result.code == 0 and "this synchronisation, which is done anew" in result.output, result.output
+    found = loaded(tmp_path / "replica_0", 8)
+    assert distance(found, by_definition(options, lost_at=8)[0]) < 2e-6
+    assert distance(found, by_definition(options)[0]) > 1e-3
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [DILOCO, LOCAL_SGD, DELAYED])
 def test_groups_that_are_stopped_go_on_with_every_bit(options: list[str], tmp_path: Path) -> None:
     """A signal in the fifth step is obeyed at the next synchronisation, after which each group saves its own state."""
-    words = [*COMMON, *options, "--training.steps", "12", "--checkpoint.interval", "12", "--fault_tolerance.sync_steps"]
+    words = [
+        *COMMON,
+        *TOGETHER,
+        *options,
+        "--training.steps",
+        "12",
+        "--checkpoint.interval",
+        "12",
+        "--fault_tolerance.sync_steps",
+    ]
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     with groups(whole, *words, "4") as run:
         run.start(0, 1)

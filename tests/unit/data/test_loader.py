@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torchtitan_graph.data import (
     sources,
 )
 from torchtitan_graph.data.corpus import ShuffledCorpus
+from torchtitan_graph.data.feed import Feed
 from torchtitan_graph.data.loader import Deal
 from torchtitan_graph.data.tokenizer import ByteTokenizer
 from torchtitan_graph.errors import UserError
@@ -304,3 +306,16 @@ def test_the_position_after_rows_of_a_lost_replica_is_found_without_it(make_load
     resumed = make_loader()
     resumed.load_state_dict(loaders[1 - lost].catch_up(alone))
     assert take([resumed], 4) == reference[3:7]
+
+
+@pytest.mark.parametrize("keep_empty", [False, True])
+def test_a_group_that_trains_alone_takes_a_step_also_where_its_rows_have_no_target(make_loader, keep_empty):
+    """Else it would be a step ahead of the others."""
+    loader = make_loader(texts=["a"] * 8, epochs=1)
+    one_rank = SimpleNamespace(sum_over_rows=lambda counts: counts)
+    feed = Feed(loader, one_rank, torch.device("cpu"), rows_per_step=GLOBAL_BATCH, keep_empty=keep_empty)
+    assert feed.next().num_tokens > 0
+    after_the_end = feed.next()
+    assert (after_the_end is not None) == keep_empty
+    if after_the_end is not None:
+        assert (int(after_the_end.num_tokens), int(after_the_end.divisor)) == (0, 1)

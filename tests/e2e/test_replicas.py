@@ -58,7 +58,8 @@ def kill_one(folder: Path, layout: str, replicas: int, steps: int, kills: int, e
     storm = Storm(folder / "run", layout, replicas, steps, 0.1, random.Random(2))
     storm.run(kills, every_s, moments=0.0)
     assert len(storm.deaths) >= kills
-    assert not any(storm.codes.values()), "no group failed by itself"
+    if LAYOUTS[layout][0] == 1:  # else a rank ends with an error when the other one is killed
+        assert not any(storm.codes.values()), "no group failed by itself"
     return compare(storm, theirs, steps)
 
 

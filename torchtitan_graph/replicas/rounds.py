@@ -110,6 +110,10 @@ class Rounds(Replicas):
             for fragment in getattr(self._method, "_fragments", ()):
                 fragment._manager = self._manager
 
+    def _current(self) -> int:
+        assert self._manager is not None, "of this quorum"
+        return int(self._manager.current_step())
+
     def is_due(self, step: int) -> bool:
         """Return whether the groups meet after this step."""
         return self.ends_round(step) or step % self._every == self._every - self._delay
@@ -126,7 +130,7 @@ class Rounds(Replicas):
         if self._manager is not None:
             self._manager.load_state_dict(self._state)
         changed = self.join()
-        self.is_starting = self._manager.current_step() % 2 == 0
+        self.is_starting = self._current() % 2 == 0
         return changed
 
     def begin(self) -> None:
@@ -149,9 +153,9 @@ class Rounds(Replicas):
                 for p, before in trained:
                     local_part(p).detach().copy_(before)
         else:
-            number = self._manager.current_step()
+            number = self._current()
             self._local_sgd._perform_sync()
-            committed = self._manager.current_step() > number
+            committed = self._current() > number
         if not committed:
             self.note_loss("synchronisation")
         self.is_sent, self.is_synchronised = False, committed

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from runs import HERE, REPOSITORY, TINY, _environment, numbers, saved, train
+from runs import EAGER, HERE, REPOSITORY, TINY, _environment, numbers, saved, train
 
 LOCAL_SLURM = str(REPOSITORY / "scripts" / "local_slurm.sh")
 STEPS = 8
@@ -244,3 +244,40 @@ def test_dump_folder_must_be_mounted(cluster: Callable[..., str], host: dict[str
     job = Job(cluster, tmp_path / "job", 0, "--time=20", f"--chdir={tmp_path}/elsewhere", f"--output={log}", **host)
     assert f"job.dump_folder = {job.run}: it is in the container alone" in job.wait_for_its_refusal()
     assert not job.run.exists()
+
+
+def test_an_array_of_replica_groups_outlives_a_node(cluster: Callable[..., str], tmp_path: Path) -> None:
+    """A group in each element: the node of one dies, the other's steps go on; the element comes back and heals."""
+    run, steps = tmp_path / "run", 150
+    words = ["sbatch", "--array=0-1", "--nodes=1", "--ntasks-per-node=1", "--parsable", "--time=20"]
+    words += [str(REPOSITORY / "multinode_trainer.slurm"), "--job.dump_folder", str(run), *SLOW, *EAGER]
+    words += ["--training.steps", str(steps), "--fault_tolerance.enable", "--validation.no-enable"]
+    words += ["--fault_tolerance.heartbeat_timeout_seconds", "2", "--training.global_batch_size", "4"]
+    job = cluster(*words, cwd=tmp_path, CONFIG_FILE=TINY, SLOW_S="0.5", PREFLIGHT="0").strip()
+
+    def steps_of(group: int) -> list[int]:
+        path = run / f"replica_{group}" / "metrics.jsonl"
+        return [0, *numbers(path.parent)] if path.exists() else [0]
+
+    def logs() -> str:
+        return "\n".join(path.read_text(errors="replace") for path in sorted(tmp_path.glob("slurm-*.log")))
+
+    def wait_until(is_so: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 600
+        while not is_so():
+            assert time.monotonic() < deadline, logs()[-8000:]
+            time.sleep(0.5)
+
+    wait_until(lambda: steps_of(0)[-1] >= 3 and steps_of(1)[-1] >= 3)
+    hosts = {json.loads((run / f"replica_{n}" / "status.json").read_text())["host"]: n for n in range(2)}
+    lost = hosts["n1"]
+    cluster(LOCAL_SLURM, "kill", "1")
+    alone = steps_of(lost)[-1]
+    wait_until(lambda: steps_of(1 - lost)[-1] > alone + 5)
+    cluster(LOCAL_SLURM, "start", "1")
+    wait_until(lambda: not cluster("squeue", "--noheader", "--jobs", job).strip())
+    every = [numbers(run / f"replica_{group}") for group in range(2)]
+    assert [*every[1 - lost]] == [*range(1, steps + 1)], "no step is lost"
+    assert max(every[lost]) == steps and len(every[lost]) < steps, "it came back, and took part"
+    assert every[lost] == {step: every[1 - lost][step] for step in every[lost]}
+    assert "healed in" in logs()

@@ -240,10 +240,10 @@ class Replicas:
                 break
             time.sleep(0.2)
             told = self._maybe_warn(began, told, f"the lighthouse, {self._lighthouse}, does not answer")
-        port = on_rank_0(lambda: self._store.port if self._store else 0, self._ranks)
+        host, port = on_rank_0(lambda: (self._host, self._store.port if self._store else 0), self._ranks)
         if dist.get_rank():
-            self._store = dist.TCPStore(self._host, port, is_master=False, timeout=self._timeout)
-            self._make_manager(port)
+            self._store = dist.TCPStore(host, port, is_master=False, timeout=self._timeout)
+            self._make_manager(host, port)
         return self._manager
 
     def _make_manager_on_rank_0(self) -> int:
@@ -253,12 +253,13 @@ class Replicas:
             self._lighthouse = self._find_address() or self._lighthouse  # it may have moved
             self._connection = Connection(self._lighthouse)
             self._store = host_store(self._timeout, self._host)
-            self._make_manager(self._store.port)
+            self._make_manager(self._host, self._store.port)
             return MET
         except (OSError, RuntimeError):
             return NO_LIGHTHOUSE
 
-    def _make_manager(self, port: int) -> None:
+    def _make_manager(self, host: str, port: int) -> None:
+        """Make the manager of this rank, with the store that rank 0 hosts."""
         self._manager = new_manager(
             self._group,
             self._transport,
@@ -268,7 +269,7 @@ class Replicas:
             min_replicas=self._table.min_replicas,
             lighthouse=self._lighthouse,
             host=self._host,
-            store=(self._host, port),
+            store=(host, port),
             timeout=self._timeout,
             quorum_timeout=timedelta(seconds=self._table.join_timeout_seconds) + self._heal_timeout,
             connect_timeout=timedelta(seconds=CONNECT_WITHIN_S),

@@ -103,8 +103,8 @@ class Rounds(Replicas):
         round_number = -(-step // self._every)
         return self._fragments[(round_number - 1) % len(self._fragments)] if self._fragments else None
 
-    def _make_manager(self, port: int) -> None:
-        super()._make_manager(port)
+    def _make_manager(self, host: str, port: int) -> None:
+        super()._make_manager(host, port)
         if self._method is not None:  # the lighthouse was lost
             self._method._manager = self._manager
             for fragment in getattr(self._method, "_fragments", ()):

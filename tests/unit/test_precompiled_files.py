@@ -276,6 +276,13 @@ def test_what_matters_is_in_the_fingerprint(other: dict[str, str], keys: set[str
     assert differ(of(), other) == keys
 
 
+def test_replica_groups_share_stored_graphs() -> None:
+    enable, place = "--fault_tolerance.enable", ("--fault_tolerance.lighthouse", "auto", "--fault_tolerance.replica")
+    groups = [of(enable, *place, number, num_microbatches=4) for number in ("0", "1")]
+    assert groups[0] == groups[1]
+    assert differ(of(num_microbatches=4), groups[0]) == {"replica groups"}
+
+
 def test_a_layer_that_compile_fusions_takes_is_no_operator_in_a_stored_graph() -> None:
     fused = ("--model.elementwise", "fused")
     assert differ(of(*fused), of(*fused, "--compile.fusions", "rope")) == {"layers that are an operator each"}

@@ -22,7 +22,7 @@ from torchtitan_graph.config.dump import in_toml
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.parallel.layout import ParallelDims
 from torchtitan_graph.steps.held import in_flight
-from torchtitan_graph.steps.options import StepOptions
+from torchtitan_graph.steps.options import StepOptions, num_replicas
 
 # Options that no stored graph depends on: whole tables, then single ones. Any other counts, also a new one.
 _NO_MATTER = (
@@ -33,6 +33,7 @@ _NO_MATTER = (
     "lr_scheduler.",
     "checkpoint.",
     "comm.",
+    "fault_tolerance.",  # the number of replica groups counts, see below
     "samples.",
     "training.global_batch_size",  # the number of microbatches counts, see below
     "training.dataset",
@@ -101,6 +102,7 @@ def fingerprint(
         # The modules in compile.fusions are not among them.
         "layers that are an operator each": str(sorted(kind.__name__ for kind in options.fused)),
         "microbatches of a step": str(options.num_microbatches),
+        "replica groups": str(num_replicas(config)),  # how few microbatches share what is done once
         # They may come from a file, whose name is not content.
         "the pipeline's stages": str((pipeline.stages, pipeline.rank_of, microbatches) if pipeline else "none"),
         **{f"degree of {axis}": str(degree) for axis, degree in dataclasses.asdict(dims).items()},

@@ -13,6 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+pytest.importorskip("torchft", reason="replica groups need torchft")
+
 from replica_kills import LAYOUTS, Storm, compare, reference
 from runs import EAGER, TINY, Command, numbers, saved, train
 

@@ -14,6 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+
+pytest.importorskip("torchft", reason="replica groups need torchft")
+
 from groups import groups
 from runs import TINY, Forks, numbers, saved, saved_steps
 from torch import Tensor, nn

@@ -164,7 +164,10 @@ def _check_quantizes() -> None:
 def check_package() -> None:
     """Raise UserError if torchft is missing."""
     if importlib.util.find_spec("torchft") is None:
-        raise UserError(f"fault_tolerance.enable = true: needs torchft: pip install {PACKAGE}")
+        raise UserError(
+            f"fault_tolerance.enable = true: needs torchft: pip install {PACKAGE} (PyPI has it for Linux on x86_64;"
+            " from source it needs Rust)"
+        )
 
 
 def notices(config: JobConfig) -> Iterator[Problem]:

@@ -15,6 +15,8 @@ import torch
 from safetensors.torch import load
 from torch import Tensor
 
+pytest.importorskip("torchft", reason="replica groups need torchft")
+
 from torchtitan_graph.replicas.transport import HealError, State, Transport, send
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.float8_e4m3fn)

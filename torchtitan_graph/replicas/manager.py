@@ -146,10 +146,11 @@ class _InDaemons:
 def end(manager: Manager) -> None:
     """End a manager: its heartbeats, and on rank 0 its server with the requests of all ranks.
 
-    `Manager.shutdown` alone lets requests to the lighthouse go on.
+    `Manager.shutdown` alone lets requests to the lighthouse go on. A rank's request may still be answered, in a thread
+    that waits for it: without its group the manager does nothing then.
     """
     manager.shutdown(wait=False)
-    manager._manager = None  # with it ends its runtime
+    manager._manager = manager._pg = None  # with the first ends its runtime
 
 
 def forget_quorum(manager: Manager) -> None:

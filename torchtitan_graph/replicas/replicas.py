@@ -190,7 +190,6 @@ class Replicas:
         met = self._max_in_group(mine)
         if met == NO_LIGHTHOUSE:
             end(manager)
-            trial.ended.wait(self._timeout.total_seconds())  # by an error
             self._state, self._manager = manager.state_dict(), None
             if self._connection is not None and self._connection.is_open():
                 # The lighthouse would count the old manager, and its request, among those that live.

@@ -26,6 +26,8 @@ class Groups:
     def start(self, *numbers: int, patch: Callable[[], None] | None = None, options: tuple[str, ...] = ()) -> None:
         for number in numbers:
             words = [*self._options, "--fault_tolerance.replica", str(number), *options]
+            if number in self.running:
+                self.running[number].close()
             self.running[number] = start(*words, ranks=self._ranks, patch=patch)
 
     def finish(self) -> dict[int, Result]:
@@ -38,6 +40,7 @@ class Groups:
     def kill(self) -> None:
         for run in (*self.running.values(), self._lighthouse):
             run.kill()
+            run.close()
 
 
 @contextmanager

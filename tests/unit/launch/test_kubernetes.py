@@ -151,7 +151,8 @@ def test_what_is_wrong_is_named(words: list[str], said: str) -> None:
     assert said in str(refusal.value)
 
 
-def test_the_launcher_writes_it(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_the_launcher_writes_it(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher.stop, "install", lambda: False)
     out = tmp_path / "job.yaml"
     assert launcher.main(["--kubernetes=jobset", *NEEDED, "-o", str(out), "--", *TRAINING]) == 0
     assert out.read_text().startswith("apiVersion: v1\nkind: ConfigMap\n")

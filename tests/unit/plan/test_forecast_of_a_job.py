@@ -111,6 +111,7 @@ def chosen(caplog: pytest.LogCaptureFixture, rates: Rates, ep: int) -> tuple[boo
     return found, needs
 
 
+@pytest.mark.slow
 def test_auto_takes_pairs_where_they_are_faster_and_what_needs_least_where_nothing_fits(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

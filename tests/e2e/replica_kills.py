@@ -268,9 +268,12 @@ def compare(storm: Storm, hsdp: list[dict[int, dict[str, Any]]], steps: int) -> 
     done = set().union(*(each[0] for each in every.values()))
     assert done == set(range(1, steps + 1)), f"steps {sorted(set(range(1, steps + 1)) - done)} are missing"
     for rank in range(storm.ranks):
+        records = [record for each in every.values() for record in each[rank].values()]
         parted: dict[int, int] = {}  # the step that a process did apart from the others
         for step in range(1, steps + 1):
             here = [each[rank][step] for each in every.values() if step in each[rank]]
+            # Of a job that lost all groups, and went back to a checkpoint: what was done before is done anew.
+            here = [one for one in here if not any(x["step"] <= step and x["t"] > one["t"] + 1.5 for x in records)]
             if not here:
                 continue  # the last rank that did it was killed before it wrote
             found["rank-steps"] += len(here)

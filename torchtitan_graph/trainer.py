@@ -263,8 +263,8 @@ class Trainer:
                         with run.during("waiting"):
                             self.replicas.meet_at_end()
                 with run.during("checkpoint"):
-                    if self.replicas is not None and not self.replicas.saves:
-                        pass  # another one does
+                    if not self._saves:
+                        pass
                     elif self.stop_signal:
                         self.checkpointer.save(self.step, self._train_state())
                     elif last and config.checkpoint.last_save_model_only:
@@ -275,7 +275,7 @@ class Trainer:
                 profiler_step()
                 if self.stop_signal:
                     break
-            if last and (self.replicas is None or self.replicas.saves):
+            if last and self._saves:
                 with run.during("checkpoint"), self._average_in_place():
                     self._export(replaces=self.step >= first)
 
@@ -390,7 +390,7 @@ class Trainer:
         return tensors | {name: chunk.local for name, chunk in outer.items()}
 
     def _take(self, tensors: dict[str, Tensor], rest: dict[str, Any]) -> None:
-        """Take over the state of another replica's same rank."""
+        """Load the state of another replica's same rank."""
         with torch.no_grad():
             for name, x in self._own_tensors().items():
                 x.copy_(tensors[name])
@@ -738,6 +738,11 @@ class Trainer:
             **({} if self.best is None else {"best": self.best._asdict()}),
             "rng": bytes(torch.get_rng_state().tolist()).hex(),
         }
+
+    @property
+    def _saves(self) -> bool:
+        """Whether these ranks save: of replica groups that are equal, one does."""
+        return self.replicas is None or self.replicas.saves
 
     def _patience(self) -> int:
         """Return the timeout of training's collectives after the first step."""

@@ -76,9 +76,8 @@ class Feed:
             num_tokens, *others = self._layout.sum_over_rows(torch.stack(on_device)).unbind()
             divisor = others[0] if others else num_tokens
             divisor = divisor.clamp(min=1) if self._keep_empty else divisor
-            if (
-                own or self._keep_empty or num_tokens > 0
-            ):  # a rank with targets needn't read the sum, for which it would wait
+            # A rank with targets needn't read the sum, for which it would wait.
+            if own or self._keep_empty or num_tokens > 0:
                 stop.begin_steps()
                 batches = self._copied or [batch.to(self._device, non_blocking=True) for batch in on_host]
                 found = Microbatches(batches, on_host, num_tokens, divisor)

@@ -29,7 +29,7 @@ OTHERS_END_S = 120.0  # for the other groups to end by themselves, once one has 
 
 
 class _Child:
-    """A process that is started again when it dies, while `again` says so."""
+    """A process that can be started again."""
 
     def __init__(self, name: str, words: Sequence[str], env: dict[str, str]) -> None:
         self.name, self._words, self._env = name, words, env
@@ -37,7 +37,6 @@ class _Child:
 
     def start(self, output: BinaryIO | None = None) -> None:
         self.process = subprocess.Popen(self._words, env=self._env, stdout=output, stderr=output)
-        self.began = time.time()
 
 
 class Group(_Child):

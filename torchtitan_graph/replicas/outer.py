@@ -50,7 +50,7 @@ class Outer:
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Take the parameters' values of now for those of the last synchronisation."""
+        """Copy the current parameters: they become those of the last synchronisation."""
         for module, originals in zip(self.modules, self.originals, strict=True):
             for p, original in zip(module, originals, strict=True):
                 original.copy_(local_part(p))

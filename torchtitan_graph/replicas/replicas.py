@@ -115,7 +115,7 @@ class Replicas:
         self._heal_timeout = timedelta(seconds=table.heal_timeout_seconds)
         self._take, self._tensors, self._give = take, tensors, give
         self.living: tuple[int, ...] = ()
-        self.place = 0
+        self.place = table.replica  # until the first quorum
         self.redone = self.stop_signal = 0
         self._healed = self._is_another = False
         self._ask_again_s = ASK_AGAIN_S

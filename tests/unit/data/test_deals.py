@@ -35,7 +35,7 @@ def rows_of(batches) -> list[bytes]:
 
 
 def exchange(loaders: list[DataLoader], counts: list[int]) -> list[list[int]]:
-    """Let the same rank of several replicas exchange how far each has read, as they do over the network."""
+    """Call `exchange` of the same rank of several replicas together, and return what each returns."""
     told: list[list[int]] = []
     barrier = threading.Barrier(len(loaders))
 

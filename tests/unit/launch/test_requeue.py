@@ -22,7 +22,7 @@ NODES = ["n1", "n2"]
 
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Callable[..., str]:
-    """Give a function that asks as multinode_trainer.slurm does, and returns the line that is its answer."""
+    """Return a function that calls the command as multinode_trainer.slurm does, and returns its last line."""
     for name, value in {"SLURM_JOB_ID": "7", "JOB_NODES": "n1 n2", "DOWN_NODES": "", "JOB": ""}.items():
         monkeypatch.setenv(name, value)
 

@@ -47,7 +47,7 @@ class Batch(NamedTuple):
 
 @pytest.fixture
 def batch(tmp_path: Path) -> Callable[..., Batch]:
-    """Give a function that runs the script with these variables, in `tmp_path`; a variable that is None is not set."""
+    """Return a function that runs the script with these variables, in `tmp_path`; one that is None is not set."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "requeue.json").write_text('{"job_id": "7"}')

@@ -27,6 +27,7 @@ from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import init_logging, logger
 from torchtitan_graph.parallel.join import join, meet
 from torchtitan_graph.patience import is_transient, retry_io
+from torchtitan_graph.replica_trainer import make_trainer
 from torchtitan_graph.run.failure import (
     CONFIGURATION,
     FAULT,
@@ -43,7 +44,7 @@ from torchtitan_graph.run.hang import set_up_flight_recorder
 from torchtitan_graph.run.status import FAILED, FINISHED, STOPPED
 from torchtitan_graph.steps.choices import check_disabled
 from torchtitan_graph.torch_private.distributed import init_fake_process_group
-from torchtitan_graph.trainer import NonFiniteError, Trainer
+from torchtitan_graph.trainer import NonFiniteError
 
 EXIT_CODES: dict[type, int] = {UserError: CONFIGURATION, NonFiniteError: NON_FINITE, SaveError: SAVE_FAILED}
 
@@ -88,7 +89,7 @@ def _main(argv: Sequence[str] | None) -> int:
             _dry_run(blueprint, begin)
             return 0
         run = RunFolder(config)
-        trainer = Trainer(blueprint)
+        trainer = make_trainer(blueprint)
         run.save_config(config)
         trainer.train(run)
         meet()  # gloo aborts a rank whose peer tears down while it still listens

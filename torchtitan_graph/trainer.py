@@ -5,9 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import shutil
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +19,6 @@ from torch import Tensor
 from torchtitan_graph import device as devices
 from torchtitan_graph import stop
 from torchtitan_graph.blueprint import Blueprint
-from torchtitan_graph.capture.state import local_part
 from torchtitan_graph.capture.step import StepOutput
 from torchtitan_graph.capture.uncollected import uncollected
 from torchtitan_graph.checkpoint import (
@@ -31,14 +29,12 @@ from torchtitan_graph.checkpoint import (
     check_loadable,
     find_best,
     find_likely,
-    tensors_of,
 )
-from torchtitan_graph.checkpoint.folder import TMP
 from torchtitan_graph.config import dump_toml, job
-from torchtitan_graph.config.job import replica_folder, validation_metrics
+from torchtitan_graph.config.job import validation_metrics
 from torchtitan_graph.data.feed import Feed, Microbatches
 from torchtitan_graph.data.forms import RowFormat
-from torchtitan_graph.data.loader import DataLoader, Deal, build_dataloader, merge_states
+from torchtitan_graph.data.loader import DataLoader, build_dataloader, merge_states
 from torchtitan_graph.data.open_corpus import naming_set, validation_corpus
 from torchtitan_graph.data.packing import Counts, in_words
 from torchtitan_graph.errors import UserError
@@ -65,7 +61,6 @@ from torchtitan_graph.optim import (
 from torchtitan_graph.parallel.agree import FILES_TIMEOUT, files_group, on_rank_0
 from torchtitan_graph.patience import find_full_disk, retry_io
 from torchtitan_graph.quantize.state import convert
-from torchtitan_graph.replicas.outer import Outer
 from torchtitan_graph.run.folder import RunFolder
 from torchtitan_graph.run.hang import HangWatch
 from torchtitan_graph.steps import (
@@ -83,7 +78,6 @@ from torchtitan_graph.torch_private.distributed import set_timeout
 
 if TYPE_CHECKING:
     from torchtitan_graph.replicas.replicas import Replicas
-    from torchtitan_graph.replicas.rounds import Rounds
 
 GC_STEPS = 50  # steps between Python's garbage collections, so that all ranks collect together
 
@@ -105,20 +99,13 @@ class Trainer:
         self.tokens_by_source: dict[str, int] = {}
         self.best: Best | None = None  # of the validations so far, where anything depends on it
         config = self.config
-        self.meets_in_rounds = config.fault_tolerance.enable and config.fault_tolerance.semi_sync_method is not None
+        self.replicas: Replicas | None = None  # the groups that this one trains with, once it trains
+        self.run: RunFolder | None = None  # once it trains
         with _reporting_out_of_memory(self._progress, blueprint):
             if config.checkpoint.enable or config.checkpoint.initial_load_path:
                 on_rank_0(partial(retry_io, partial(_check_tensors_to_load, blueprint)), files_group())
             self.train_data, self.validation_data = retry_io(partial(_open_data, blueprint))
-            self.feed = Feed(
-                self.train_data,
-                self.layout,
-                self.device,
-                rows_per_step=blueprint.rows_per_step,
-                in_pairs=config.training.format == "preference",
-                gather=self._gather if config.fault_tolerance.enable and not self.meets_in_rounds else None,
-                keep_empty=self.meets_in_rounds,
-            )
+            self.feed = self._new_feed()
             self._log_model()
             self.model_table = model_table(
                 self.model,
@@ -143,30 +130,35 @@ class Trainer:
             self.update: Update = EagerUpdate(self.steps, self.optimizer, config.training.max_norm)
             if config.compile.optimizer_in_graph:
                 self.update = blueprint.update_in_graph(self.steps, self.optimizer)
-            self.outer = self._new_outer() if self.meets_in_rounds else None
-            self.checkpointer = Checkpointer(
-                blueprint.checkpoints,
-                config.checkpoint,
-                self.model,
-                self.optimizer,
-                self.lr_scheduler,
-                dump_toml(config),
-                f"{TMP}-{config.fault_tolerance.replica}" if config.fault_tolerance.enable else TMP,
-                {} if self.outer is None else self.outer.chunks(),
-            )
-            self.replicas: Replicas | None = None  # once it trains
-            self.rounds: Rounds | None = None  # the same, where the groups don't meet in every step
-            self.run: RunFolder | None = None  # once it trains
-            self._position: dict[str, Any] = {}  # this rank's part, after the last step that counts
+            self.checkpointer = self._new_checkpointer()
             self.hang = HangWatch(config.comm, blueprint.dump_folder, self.rank)
             self._resume()
             if self.average is not None and not self.checkpointer.loaded_optimizer:
                 self.average.begin()
-            if self.outer is not None and not self.checkpointer.loaded_optimizer:
-                self.outer.begin()
 
     def _progress(self) -> str:
         return f"rank {self.rank}, after {self.step} steps"
+
+    def _new_feed(self, **of_replicas: Any) -> Feed:
+        return Feed(
+            self.train_data,
+            self.layout,
+            self.device,
+            rows_per_step=self.blueprint.rows_per_step,
+            in_pairs=self.config.training.format == "preference",
+            **of_replicas,
+        )
+
+    def _new_checkpointer(self, **of_replicas: Any) -> Checkpointer:
+        return Checkpointer(
+            self.blueprint.checkpoints,
+            self.config.checkpoint,
+            self.model,
+            self.optimizer,
+            self.lr_scheduler,
+            dump_toml(self.config),
+            **of_replicas,
+        )
 
     def _log_model(self) -> None:
         config = self.config
@@ -222,16 +214,14 @@ class Trainer:
             maybe_profile(config.profiling, self.blueprint.dump_folder, self.rank, self.step) as profiler_step,
             self.checkpointer,
             self.hang,
-            closing(self._join()) if config.fault_tolerance.enable else nullcontext(),
+            self._among_others(),
         ):
             first = self.step + 1
             last = self._is_over()
             run.resume(self.step)
             run.planned = self.planned
             if self.replicas is not None:
-                table = config.fault_tolerance
-                others = [replica_folder(config, number) for number in range(table.replicas) if number != table.replica]
-                run.wait_for_replicas(others, table.join_timeout_seconds)
+                run.wait_for_replicas(config)
             while not last:
                 metrics.start_step()
                 with self.hang.watch(first=self.step < first):
@@ -281,10 +271,7 @@ class Trainer:
 
     def train_step(self, metrics: Metrics) -> bool:
         """Run an optimizer step: batches -> loss, gradients -> clip -> optimizer; return False at the data's end."""
-        if self.rounds is not None and not self.rounds.is_training and not (self._meet() and not self._is_over()):
-            return False
-        meets_now = self.replicas is not None and self.rounds is None
-        found = self._compute_with_replicas(metrics) if meets_now else self._compute(metrics)
+        found = self._compute(metrics)
         if found is None:
             return False
         batches, (loss, state, terms, own_metrics) = found
@@ -308,10 +295,7 @@ class Trainer:
             self.model.after_step(state)
             if self.average is not None:
                 self.average.update()
-        self.tokens_seen += int(read.num_tokens)
-        self._count_sources(read.by_source)
-        if self.rounds is not None:
-            self._end_step_in_round(self.rounds, read)
+        self._count(read)
         metrics.end_step(
             self.step,
             loss=total_loss,
@@ -338,193 +322,6 @@ class Trainer:
             return None
         with metrics.watch_work(self.step + 1):
             return batches, self.steps.train(batches.on_device, batches.divisor, batches.on_host)
-
-    def _compute_with_replicas(self, metrics: Metrics) -> tuple[Microbatches, StepOutput] | None:
-        """Do so with the replicas that live, again until this one has lost none of them. See Note [Replicas]."""
-        replicas, run = self.replicas, self.run
-        assert replicas is not None and run is not None
-        is_behind = False  # whether the position in the data is another than that before the step
-        while True:
-            with run.during("waiting"), self.hang.paused():
-                changed = replicas.join()
-            begin = time.monotonic()
-            if changed or is_behind:
-                self._go_to(self._position)
-            self.stop_signal = replicas.stop_signal
-            if self.stop_signal or self._is_over():  # as of the replica that this one healed from
-                return None
-            found = self._compute(metrics)
-            if found is None:
-                return None
-            batches, output = found
-            output = replicas.sum(self.model, output)
-            if replicas.commit():
-                self._position = self.train_data.state_dict()
-                return batches, output
-            self.optimizer.zero_grad()
-            is_behind = True
-            run.lose(time.monotonic() - begin)
-
-    def _join(self) -> Replicas:
-        """Meet the other replicas."""
-        from torchtitan_graph.replicas.replicas import Replicas  # torchft is not everywhere
-
-        if self.meets_in_rounds:
-            return self._join_in_rounds()
-        self._position = self.train_data.state_dict()
-        self.replicas = Replicas(
-            self.config.fault_tolerance,
-            Path(self.config.job.dump_folder),
-            self.device,
-            tensors=self._own_tensors,
-            give=lambda: {"schedule": self.lr_scheduler.state_dict(), "data": self._position, **self._own_state()},
-            take=self._take,
-            step=self.step,
-        )
-        return self.replicas
-
-    def _own_tensors(self) -> dict[str, Tensor]:
-        """Return this rank's parts of all state, by name."""
-        tensors = {name: local_part(x).detach() for name, x in tensors_of(self.model, self.optimizer).items()}
-        outer = {} if self.outer is None else self.outer.chunks()
-        return tensors | {name: chunk.local for name, chunk in outer.items()}
-
-    def _take(self, tensors: dict[str, Tensor], rest: dict[str, Any]) -> None:
-        """Load the state of another replica's same rank."""
-        with torch.no_grad():
-            for name, x in self._own_tensors().items():
-                x.copy_(tensors[name])
-        self.lr_scheduler.load_state_dict(rest.pop("schedule"))
-        self._position = rest.pop("data")
-        self._load_train_state(rest)
-
-    def _go_to(self, position: dict[str, Any]) -> None:
-        """Read on from a position, this rank's part of it, with the deal of now."""
-        assert self.replicas is not None
-        parts: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(parts, position)
-        self.train_data.deal = Deal(self.replicas.place, len(self.replicas.living), self.blueprint.num_microbatches)
-        self.train_data.load_state_dict(merge_states(parts))
-        self.feed.go_back()
-
-    def _gather(self, numbers: list[int]) -> list[list[int]]:
-        assert self.replicas is not None
-        return self.replicas.gather(numbers)
-
-    def _new_outer(self) -> Outer | None:
-        """Return the state of DiLoCo, None for LocalSGD.
-
-        Raises UserError if a step changes state of the model that no synchronisation averages.
-        """
-        table, speed = self.config.fault_tolerance, self.config.moe.bias_update_speed
-        parameters = dict(self.model.named_parameters())
-        if speed and (others := [name for name in self.model.state_dict() if name not in parameters]):
-            raise UserError(
-                f"fault_tolerance.semi_sync_method = {table.semi_sync_method!r}: each group would move {others[0]} by"
-                " loads of its own; set moe.bias_update_speed = 0, and a balance loss in [moe], or leave"
-                " semi_sync_method out"
-            )
-        return Outer(self.model, self.model.blocks, table) if table.semi_sync_method == "diloco" else None
-
-    def _join_in_rounds(self) -> Replicas:
-        """Announce this group to those that it will meet at the end of rounds. See Note [Rounds]."""
-        from torchtitan_graph.replicas.rounds import Rounds
-
-        def give() -> dict[str, Any]:
-            assert self.rounds is not None
-            tokens, *by_source = self.rounds.counted
-            counts = {"tokens_seen": tokens, "tokens_by_source": self._named(by_source)}
-            schedule = self.lr_scheduler.state_dict()
-            return {"schedule": schedule, "data": self.train_data.state_dict(), **self._own_state(), **counts}
-
-        def take(tensors: dict[str, Tensor], rest: dict[str, Any]) -> None:
-            self._take(tensors, rest)
-            self.train_data.rewind()  # what this group has read since it met others last does not count
-            assert self.rounds is not None
-            self.rounds.counted, self.rounds.own = self._counts(), [0] * len(self._counts())
-
-        self.replicas = self.rounds = Rounds(
-            self.config.fault_tolerance,
-            Path(self.config.job.dump_folder),
-            self.device,
-            tensors=self._own_tensors,
-            give=give,
-            take=take,
-            model=self.model,
-            optimizer=self.optimizer,
-            outer=self.outer,
-            counted=self._counts(),
-        )
-        return self.rounds
-
-    def _counts(self) -> list[int]:
-        """Return the targets so far: in all, and of each corpus of a mixture."""
-        names = self.train_data.source_names
-        return [self.tokens_seen, *(self.tokens_by_source.get(name, 0) for name in names if len(names) > 1)]
-
-    def _named(self, by_source: list[int]) -> dict[str, int]:
-        return dict(zip(self.train_data.source_names, by_source, strict=True)) if by_source else {}
-
-    def _end_step_in_round(self, rounds: Rounds, read: Read) -> None:
-        """Count a step of this group alone, and meet the others where that is due."""
-        rounds.own = [n + int(more) for n, more in zip(rounds.own, [read.num_tokens, *read.by_source], strict=True)]
-        deal = self.train_data.deal  # the others' targets are known after a synchronisation; till then as many as here
-        self.tokens_seen = rounds.counted[0] + rounds.own[0] * deal.total // deal.own
-        rounds.is_synchronised = False
-        if rounds.is_due(self.step) and not self._meet():
-            return
-        if self.stop_signal and not rounds.is_synchronised:
-            logger.info(f"{stop.name(self.stop_signal)}: the run stops after the next synchronisation of the replicas")
-            self.stop_signal = 0
-
-    def _meet(self) -> bool:
-        """Meet the other groups: to start with them, and where a synchronisation begins or ends, again until the vote
-        is a yes. Return False if there is no step to do, or by a signal. See Note [Rounds]."""
-        rounds = self.rounds
-        assert rounds is not None
-        with self.hang.paused():
-            while True:
-                if not rounds.is_sent:
-                    changed = rounds.meet(self.step)
-                    if rounds.stop_signal:
-                        self.stop_signal = rounds.stop_signal
-                        return False
-                    if rounds.is_starting and self._is_over():  # as of the group that this one healed from
-                        return False
-                    totals = self._exchange(rounds, changed, rounds.healed)
-                    if rounds.is_starting:
-                        rounds.begin()
-                        if rounds.is_training:
-                            return True
-                        continue
-                    rounds.send(self.step)
-                    if not rounds.ends_round(self.step):
-                        return True
-                else:
-                    totals = self._exchange(rounds, changed=False, healed=False)
-                if rounds.end(self.step):
-                    rounds.counted = [a + b for a, b in zip(rounds.counted, totals, strict=True)]
-                    rounds.own = [0] * len(rounds.own)
-                    self.tokens_seen, *by_source = rounds.counted
-                    self.tokens_by_source = self._named(by_source)
-                    return True
-
-    def _exchange(self, rounds: Rounds, changed: bool, healed: bool) -> list[int]:
-        """Exchange with the other groups what they have read, and go on with this group's part of the steps; return
-        the targets of all since the last synchronisation."""
-        totals = self.train_data.exchange(rounds.own, self._gather)
-        position = self.train_data.state_dict()
-        if healed:
-            position = {**self._position, "lanes": position["lanes"]}
-        parts: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(parts, position)
-        merged = merge_states(parts)
-        whole = self.train_data.catch_up(merged)
-        if changed or whole != merged:
-            self.train_data.deal = Deal(rounds.place, len(rounds.living), self.blueprint.num_microbatches)
-            self.train_data.load_state_dict(whole)
-            self.feed.go_back()
-        return totals
 
     def _roll_back(self, leaps: Leaps) -> None:
         """Go back to the weights of the newest checkpoint with other ones than now, and on with the data. All ranks
@@ -573,11 +370,12 @@ class Trainer:
             by_source = self.layout.sum_over_rows(targets)
         return Reading(gathered, grad_norm, num_tokens, by_source, limits, self.update.stops)
 
-    def _count_sources(self, targets: list[float]) -> None:
-        """Add the step's targets of all ranks to each source's count, where the data is a mixture."""
+    def _count(self, read: Read) -> None:
+        """Count the step's targets of all ranks: in all and, where the data is a mixture, of each source."""
+        self.tokens_seen += int(read.num_tokens)
         before, names = self.tokens_by_source, self.train_data.source_names
-        if targets:
-            counted = zip(names, targets, strict=True)
+        if read.by_source:
+            counted = zip(names, read.by_source, strict=True)
             self.tokens_by_source = {name: before.get(name, 0) + int(n) for name, n in counted}
 
     def _loss_if_finite(self, read: Read) -> float:
@@ -739,6 +537,10 @@ class Trainer:
             "rng": bytes(torch.get_rng_state().tolist()).hex(),
         }
 
+    def _among_others(self) -> AbstractContextManager[Any]:
+        """Return the context in which these ranks train with other groups, where there are any."""
+        return nullcontext()
+
     @property
     def _saves(self) -> bool:
         """Whether these ranks save: of replica groups that are equal, one does."""
@@ -746,10 +548,7 @@ class Trainer:
 
     def _patience(self) -> int:
         """Return the timeout of training's collectives after the first step."""
-        config = self.config
-        # A rank may learn later than the others of its group that a replica is lost.
-        of_replicas = config.fault_tolerance.timeout_seconds if config.fault_tolerance.enable else 0
-        return config.comm.train_timeout_seconds + of_replicas
+        return self.config.comm.train_timeout_seconds
 
     def _set_timeouts(self, seconds: int) -> None:
         """Set the timeout of training's collectives from now on."""

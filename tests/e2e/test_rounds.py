@@ -169,6 +169,7 @@ def _sgd(words: list[str]) -> int:
     folder, lighthouse, number, method = words
     from torchtitan_graph.replicas.outer import Outer
     from torchtitan_graph.replicas.rounds import Rounds
+    from torchtitan_graph.replicas.state import TrainingState
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     table = FaultTolerance(replica=int(number), lighthouse=lighthouse, semi_sync_method=method, sync_steps=1)
@@ -178,7 +179,7 @@ def _sgd(words: list[str]) -> int:
     outer = Outer(model, ["0", "1"], table) if method == "diloco" else None
     if outer is not None:
         outer.begin()
-    given = table, Path(folder), torch.device("cpu"), lambda: {}, lambda: {}, lambda *_: None
+    given = table, Path(folder), torch.device("cpu"), TrainingState(lambda: {}, lambda: {}, lambda *_: None)
     rounds = Rounds(*given, model=model, optimizer=optimizer, outer=outer, counted=[0])
     while not rounds.is_training or len(rounds.living) < 2:  # the other may be late
         rounds.is_training = False

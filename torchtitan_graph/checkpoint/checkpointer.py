@@ -156,23 +156,35 @@ class Checkpointer:
         Raises UserError if there is no such checkpoint, none that can be resumed, it is damaged or of another model, or
         an address can't be read.
         """
-        path = choose_undamaged(self.folder, self.config, num_steps, self.group, patience, self.saver.unfinished)
-        if path is None:
-            return None
+        choose = partial(
+            choose_undamaged, self.folder, self.config, num_steps, self.group, patience, self.saver.unfinished
+        )
+        path = choose()
+        while path is not None:
+            try:
+                return self._load(path)
+            except RanksFailed as error:
+                # Another replica group may have saved newer ones, and removed this one.
+                newer = None if on_rank_0(path.exists, self.group) else choose()
+                if newer is None:
+                    raise UserError(f"checkpoint {path} can't be read ({error})") from error
+                logger.warning(f"checkpoint {path} was removed while it was read")
+                path = newer
+        return None
+
+    def _load(self, path: Path) -> dict[str, Any] | None:
+        """Load a checkpoint, and return what `load` does. Raises RanksFailed if it can't be read."""
         begin = time.perf_counter()
-        try:
-            saved, metadata = on_all_ranks(lambda: (read_train_state(path), read_metadata(path)), self.group)
-            resumed, model_only, excluded = _selection(path, self.folder, self.config, saved)
-            self.loaded_optimizer = not model_only and "optimizer" not in excluded
-            optimizer = self.optimizer if self.loaded_optimizer else None
-            outer = self.outer if self.loaded_optimizer else {}
-            tensors: dict[str, torch.Tensor | Chunk] = {**outer}
-            tensors |= _tensors_to_load(self.model, optimizer, model_only, metadata)
-            kinds = ("model", *["optim"] * self.loaded_optimizer, *["outer"] * bool(outer))
-            _check_same_model(path, metadata, tensors, kinds, convert=model_only, group=self.group)
-            load_tensors(path, metadata, tensors, self.group)
-        except RanksFailed as error:
-            raise UserError(f"checkpoint {path} can't be read ({error})") from error
+        saved, metadata = on_all_ranks(lambda: (read_train_state(path), read_metadata(path)), self.group)
+        resumed, model_only, excluded = _selection(path, self.folder, self.config, saved)
+        self.loaded_optimizer = not model_only and "optimizer" not in excluded
+        optimizer = self.optimizer if self.loaded_optimizer else None
+        outer = self.outer if self.loaded_optimizer else {}
+        tensors: dict[str, torch.Tensor | Chunk] = {**outer}
+        tensors |= _tensors_to_load(self.model, optimizer, model_only, metadata)
+        kinds = ("model", *["optim"] * self.loaded_optimizer, *["outer"] * bool(outer))
+        _check_same_model(path, metadata, tensors, kinds, convert=model_only, group=self.group)
+        load_tensors(path, metadata, tensors, self.group)
         what = "the model of " if model_only else f"all but {', '.join(excluded)} of " if excluded else ""
         logger.info(f"loaded {what}checkpoint {path} in {time.perf_counter() - begin:.1f} s")
         if not resumed and model_only:

@@ -28,7 +28,7 @@ import math
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,7 @@ from torchtitan_graph.parallel.agree import files_group, on_rank_0
 from torchtitan_graph.parallel.join import host_store
 from torchtitan_graph.replicas.manager import end, forget_quorum, group_over_replicas, new_manager
 from torchtitan_graph.replicas.network import LIGHTHOUSE, Connection, address_towards, job_token, lighthouse_address
+from torchtitan_graph.replicas.state import TrainingState
 from torchtitan_graph.replicas.transport import State, Transport
 
 TELL_AFTER_S = 30.0  # of waiting for enough replicas, or for the lighthouse
@@ -95,25 +96,21 @@ class Replicas:
         table: job.FaultTolerance,
         folder: Path,
         device: torch.device,
-        tensors: Callable[[], dict[str, Tensor]],
-        give: Callable[[], dict[str, Any]],
-        take: Callable[[dict[str, Tensor], dict[str, Any]], None],
+        state: TrainingState,
         step: int,
     ) -> None:
         """Meet the lighthouse; from here on this replica counts as living.
 
         Args:
             folder: the job's, with its token.
-            tensors: returns this rank's parts of all state, by name; they are sent to a replica that heals.
-            give: returns the rest of the state, which can be written as JSON.
-            take: a function that loads the state of another replica.
+            state: this rank's, of its training.
             step: steps done.
         """
         assert table.replica is not None and table.lighthouse is not None, "the configuration is checked"
         self._table, self._folder, self._device = table, folder, device
         self._timeout = timedelta(seconds=table.timeout_seconds)
         self._heal_timeout = timedelta(seconds=table.heal_timeout_seconds)
-        self._take, self._tensors, self._give = take, tensors, give
+        self._training = state
         self.living: tuple[int, ...] = ()
         self.place = table.replica  # until the first quorum
         self.redone = self.stop_signal = 0
@@ -124,7 +121,7 @@ class Replicas:
         self._lighthouse = on_rank_0(self._wait_for_address, files_group())
         self._host = address_towards(self._lighthouse)
         token = on_rank_0(lambda: job_token(folder), files_group())
-        self._transport = Transport(self._host, token, tensors, self._heal_timeout)
+        self._transport = Transport(self._host, token, state.tensors, self._heal_timeout)
         connect = min(self._timeout, timedelta(seconds=CONNECT_WITHIN_S))
         self._group = group_over_replicas(device, self._host, connect)
         self._connection: Connection | None = None  # rank 0's
@@ -263,7 +260,7 @@ class Replicas:
             self._group,
             self._transport,
             self._heal,
-            lambda: State(self._tensors(), self._give() | {"lineage": self._lineage}),
+            lambda: State(self._training.tensors(), self._training.give() | {"lineage": self._lineage}),
             replica_id=self._table.replica or 0,
             min_replicas=self._table.min_replicas,
             lighthouse=self._lighthouse,
@@ -302,7 +299,7 @@ class Replicas:
 
     def _heal(self, state: State) -> None:
         self._lineage = state.rest.pop("lineage")
-        self._take(*state)
+        self._training.take(*state)
         self._healed = True
 
     def gather(self, numbers: list[int]) -> list[list[int]]:

@@ -23,12 +23,10 @@ starts, however far its checkpoint is, is never taken for one that has trained.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torchft.local_sgd import DiLoCo, LocalSGD
 from torchft.local_sgd import _StreamingDiLoCoFragment as Fragment
 
@@ -36,6 +34,7 @@ from torchtitan_graph.capture.state import local_part
 from torchtitan_graph.config import job
 from torchtitan_graph.replicas.outer import Outer
 from torchtitan_graph.replicas.replicas import Replicas
+from torchtitan_graph.replicas.state import TrainingState
 
 
 class _DiLoCo(DiLoCo):
@@ -62,9 +61,7 @@ class Rounds(Replicas):
         table: job.FaultTolerance,
         folder: Path,
         device: torch.device,
-        tensors: Callable[[], dict[str, Tensor]],
-        give: Callable[[], dict[str, Any]],
-        take: Callable[[dict[str, Tensor], dict[str, Any]], None],
+        state: TrainingState,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         outer: Outer | None,
@@ -72,7 +69,7 @@ class Rounds(Replicas):
     ) -> None:
         """Meet the lighthouse, as `Replicas`. `outer` is the state of DiLoCo; without it, the method is LocalSGD."""
         self._method: LocalSGD | DiLoCo | None = None
-        super().__init__(table, folder, device, tensors, give, take, step=0)
+        super().__init__(table, folder, device, state, step=0)
         trained = nn.ParameterList(p for p in model.parameters() if p.requires_grad)
         self._local_sgd = LocalSGD(self._manager, trained, optimizer, table.sync_steps)
         self._fragments = [] if outer is None else self._new_fragments(optimizer, outer)

@@ -12,6 +12,7 @@ from torchtitan_graph import stop
 from torchtitan_graph.checkpoint.folder import CHECKPOINTS, CONFIG
 from torchtitan_graph.checkpoint.remote import Remote, using
 from torchtitan_graph.config import JobConfig, dump_toml, run_folder
+from torchtitan_graph.config.job import replica_folder
 from torchtitan_graph.device import device_type, peak_memory_gib
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
@@ -107,9 +108,12 @@ class RunFolder:
         if self.status:
             self.status.resume(step)
 
-    def wait_for_replicas(self, others: Sequence[Path], most_s: float) -> None:
-        """Wait for the job's other replica groups, whose folders these are, unless one of them trains already: a job
-        begins with all of them, or after `most_s`. All ranks call together."""
+    def wait_for_replicas(self, config: JobConfig) -> None:
+        """Wait for the job's other replica groups, unless one of them trains already: a job begins with all of them, or
+        after fault_tolerance.join_timeout_seconds. All ranks call together."""
+        table = config.fault_tolerance
+        others = [replica_folder(config, number) for number in range(table.replicas) if number != table.replica]
+        most_s = float(table.join_timeout_seconds)
         on_rank_0(lambda: self._wait_for_replicas(others, most_s), files_group())
 
     def _wait_for_replicas(self, others: Sequence[Path], most_s: float) -> None:

@@ -9,7 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from torchtitan_graph.checkpoint import Checkpointer, check_choice, check_loadable, find_likely, load_model
+from torchtitan_graph.checkpoint import (
+    Checkpointer,
+    check_choice,
+    check_loadable,
+    checkpointer,
+    find_likely,
+    load_model,
+)
 from torchtitan_graph.checkpoint.folder import name_for_model, newest_below
 from torchtitan_graph.checkpoint.metadata import read_metadata
 from torchtitan_graph.config import job
@@ -178,6 +185,30 @@ def test_torn_checkpoints_are_skipped_and_named(tmp_path: Path, caplog: pytest.L
     assert Run(tmp_path).load() == {"step": 2}
     for step, problem in ((4, "no manifest.json"), (6, "is missing"), (8, "bytes, not")):
         assert any(f"step-{step}" in line and problem in line for line in caplog.messages)
+
+
+@pytest.mark.parametrize("newer", [True, False])
+def test_a_checkpoint_removed_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, newer: bool) -> None:
+    """Another replica group saves, and removes old ones: the newer one is loaded instead."""
+    folder, aside = tmp_path / "run", tmp_path / "step-4"
+    Run(folder, **full(interval=2)).train(4)
+    shutil.move(folder / "step-4", aside)
+
+    def read_as_it_vanishes(path: Path) -> Any:
+        if path.name == "step-2":
+            if newer:
+                shutil.move(aside, folder / "step-4")
+            shutil.rmtree(path)
+        return read_metadata(path)
+
+    monkeypatch.setattr(checkpointer, "read_metadata", read_as_it_vanishes)
+    run = Run(folder, seed=1)
+    if newer:
+        assert run.load() == {"step": 4}
+        assert run.bits() == Run(tmp_path / "whole").train(4).bits()
+    else:
+        with pytest.raises(UserError, match="step-2 can't be read"):
+            run.load()
 
 
 def test_load_step_picks_one_and_warns_of_later_ones(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

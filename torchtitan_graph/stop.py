@@ -22,6 +22,7 @@ START = time.time()  # start of this process, about
 
 # The environment variable with a folder where workers write their process ids and failure records: see launch/
 LAUNCHER = "TORCHTITAN_GRAPH_LAUNCHER"
+PARENT = "TORCHTITAN_GRAPH_PARENT"  # the environment variable with the process id for `die_with_parent`
 GRACE_S = 1.5  # time to end in order before the first step; then the process is ended at any point
 
 _signals = [signal.SIGTERM, signal.SIGINT] + [signal.SIGUSR1] * hasattr(signal, "SIGUSR1")  # not on every system
@@ -115,6 +116,16 @@ def _attempt() -> str:
 
 def _touch(suffix: str) -> None:
     Path(os.environ[LAUNCHER], f"{_attempt()}.{os.getpid()}.{suffix}").touch()
+
+
+def die_with_parent() -> None:
+    """Set the kernel to kill this process when the one that started it, and names itself in PARENT, has ended in any
+    way; only on Linux."""
+    parent = os.environ.pop(PARENT, None)  # not for the processes that this one starts
+    if parent is not None and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        if os.getppid() != int(parent):  # it was already gone
+            os._exit(128 + signal.SIGKILL)
 
 
 def _die_with_launcher() -> None:

@@ -22,6 +22,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -116,11 +117,30 @@ def _lighthouse(words: list[str]) -> int:
     return main(words)
 
 
+def drawn_death(rng: random.Random, ranks: int) -> Death:
+    moment = rng.choice(MOMENTS)
+    nth = rng.randint(0, 3) if moment in ("give", "recv_checkpoint", "_write") else rng.randint(1, 40)
+    return Death(moment, nth, rng.randrange(ranks))
+
+
 class Storm:
     """A job of replica groups, some of whose processes are killed."""
 
-    def __init__(self, folder: Path, layout: str, replicas: int, steps: int, pace: float, rng: random.Random) -> None:
-        self.folder, self.rng, self.pace = folder, rng, pace
+    timeout_s = 40  # of a message between replicas
+
+    def __init__(
+        self,
+        folder: Path,
+        layout: str,
+        replicas: int,
+        steps: int,
+        pace: float,
+        rng: random.Random,
+        draw: Callable[[int], Death | None] = lambda _: None,
+    ) -> None:
+        """Start the job. `draw` gives the moment of death of a group's ranks, each time it starts."""
+        self.folder, self.rng, self.pace, self.draw = folder, rng, pace, draw
+        self.is_through = False  # whether nothing more is to die
         self.ranks, options = LAYOUTS[layout]
         self.has_stages = layout == "PP 2"  # whose ranks are the outermost of the mesh
         with socket.create_server(("127.0.0.1", 0)) as free:
@@ -128,26 +148,23 @@ class Storm:
         self.options = [*BASE, *options, "--training.steps", str(steps), *rows(layout, replicas, self.ranks)]
         self.options += ["--job.dump_folder", str(folder), *mode(layout), "--fault_tolerance.enable"]
         self.options += ["--fault_tolerance.replicas", str(replicas), "--fault_tolerance.lighthouse", address]
-        self.options += ["--fault_tolerance.heartbeat_timeout_seconds", "2", "--fault_tolerance.timeout_seconds", "20"]
+        self.options += ["--fault_tolerance.heartbeat_timeout_seconds", "2"]
+        self.options += ["--fault_tolerance.timeout_seconds", str(self.timeout_s)]
         self.lighthouse = self._start_lighthouse()
-        self.groups = {number: self._start(number, None) for number in range(replicas)}
         self.codes: dict[int, list[int]] = {number: [] for number in range(replicas)}
         self.deaths: list[tuple[float, str]] = []
         self.drawn: dict[int, Death | None] = {}
+        self.groups = {number: self._start(number) for number in range(replicas)}
 
     def _start_lighthouse(self) -> Forks:
         run = Forks("--job.config_file", TINY, *self.options)
         run.fork(_lighthouse, None, {})
         return run
 
-    def _start(self, number: int, death: Death | None) -> Forks:
+    def _start(self, number: int) -> Forks:
+        death = self.drawn[number] = None if self.is_through else self.draw(number)
         words = [*self.options, "--fault_tolerance.replica", str(number)]
         return start(*words, ranks=self.ranks, patch=functools.partial(patch, self.pace, death))
-
-    def drawn_death(self) -> Death:
-        moment = self.rng.choice(MOMENTS)
-        nth = self.rng.randint(0, 3) if moment in ("give", "recv_checkpoint", "_write") else self.rng.randint(1, 40)
-        return Death(moment, nth, self.rng.randrange(self.ranks))
 
     def kill(self) -> None:
         """Kill something that runs: a rank, a group, all ranks of the job, or the lighthouse."""
@@ -167,7 +184,7 @@ class Storm:
             for each in self.rng.sample(running, min(number, len(running))):
                 self.groups[each].kill()
 
-    def run(self, kills: int, every_s: float, moments: float) -> None:
+    def run(self, kills: int, every_s: float) -> None:
         """Run to the end, with so many kills on the way."""
         left, next_kill, moved, reached = kills, time.monotonic() + 5 + every_s, time.monotonic(), 0
         while True:
@@ -185,14 +202,13 @@ class Storm:
                         self.deaths.append((time.time(), f"moment {self.drawn[number].moment}"))
                     group.kill()
                     self._keep_output(number)
-                    death = self.drawn_death() if left > 0 and self.rng.random() < moments else None
-                    self.drawn[number] = death
-                    self.groups[number] = self._start(number, death)
+                    self.is_through |= len(self.deaths) >= kills > 0
+                    self.groups[number] = self._start(number)
             if all(p.exitcode == 0 for group in self.groups.values() for p in group.processes):
                 break
             if any(all(p.exitcode == 0 for p in group.processes) for group in self.groups.values()):
-                left = 0  # the run is through
-            if left > 0 and time.monotonic() > next_kill:
+                self.is_through = True
+            if left > 0 and not self.is_through and time.monotonic() > next_kill:
                 self.kill()
                 left -= 1
                 next_kill = time.monotonic() + every_s * 2 * self.rng.random()
@@ -315,12 +331,16 @@ def attack(
     kinds: collections.Counter[str] = collections.Counter()
     waits: list[tuple[float, str]] = []
     worst, number = 0.0, 0
+
+    def draw(_: int) -> Death | None:
+        return drawn_death(rng, LAYOUTS[layout][0]) if rng.random() < 0.4 else None
+
     while sum(kinds.values()) < kills or not number:
         number += 1
         place = folder / f"run-{number}"
-        storm = Storm(place, layout, replicas, steps, pace, rng)
+        storm = Storm(place, layout, replicas, steps, rng.choice([0.0, pace]), rng, draw=draw)
         try:
-            storm.run(min(per_run, kills - sum(kinds.values())), every_s=4.0, moments=0.4)
+            storm.run(min(per_run, kills - sum(kinds.values())), every_s=4.0)
             found = compare(storm, hsdp, steps)
         except BaseException:
             storm.close()

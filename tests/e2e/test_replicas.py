@@ -1,5 +1,6 @@
 """Replica groups: equal to HSDP to the bit, whoever is killed meanwhile; see replica_kills.py for many more kills."""
 
+import itertools
 import json
 import os
 import random
@@ -16,7 +17,7 @@ import pytest
 
 pytest.importorskip("torchft", reason="replica groups need torchft")
 
-from replica_kills import LAYOUTS, Storm, compare, reference
+from replica_kills import LAYOUTS, Death, Storm, compare, reference
 from runs import EAGER, TINY, Command, numbers, saved, train
 
 from torchtitan_graph.checkpoint.folder import list_steps
@@ -59,11 +60,23 @@ def test_groups_on_one_machine_are_hsdp_to_the_bit(tmp_path: Path) -> None:
 def kill_one(folder: Path, layout: str, replicas: int, steps: int, kills: int, every_s: float) -> dict[str, Any]:
     theirs = reference(folder / "hsdp", layout, replicas, steps)
     storm = Storm(folder / "run", layout, replicas, steps, 0.1, random.Random(2))
-    storm.run(kills, every_s, moments=0.0)
+    storm.run(kills, every_s)
     assert len(storm.deaths) >= kills
     if LAYOUTS[layout][0] == 1:  # else a rank ends with an error when the other one is killed
         assert not any(storm.codes.values()), "no group failed by itself"
     return compare(storm, theirs, steps)
+
+
+def test_the_loss_of_one_group_ends_what_the_others_wait_for_from_each_other(tmp_path: Path) -> None:
+    """Of three, only one notices that a group has died in the sum: it tells the other."""
+    deaths = {1: Death("sum", 20, 0)}
+    storm = Storm(tmp_path, "1", 3, 60, 0.0, random.Random(0), lambda number: deaths.pop(number, None))
+    storm.run(0, 1.0)
+    assert not deaths and "done anew" in (tmp_path / "output.0").read_text() + (tmp_path / "output.2").read_text()
+    steps = storm.steps(0)
+    assert sorted(steps) == [*range(1, 61)] and not any(storm.codes.values())
+    waits = [b["t"] - a["t"] for a, b in itertools.pairwise(steps.values())]
+    assert max(waits) < storm.timeout_s, "no wait ended with the time that a message may take"
 
 
 def test_a_group_that_is_killed_comes_back_and_no_bit_differs(tmp_path: Path) -> None:

@@ -44,6 +44,7 @@ TEARDOWN_S = 60.0  # time in which a worker that has finished its work ends
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the launcher, and return the exit code: 0, or that of the first rank that failed."""
+    stop.die_with_parent()
     stop.install()
     init_logging()
     try:

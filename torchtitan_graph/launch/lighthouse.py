@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from torchtitan_graph import stop
 from torchtitan_graph.config import load
 from torchtitan_graph.config.fault_tolerance import AUTO, check_package
 from torchtitan_graph.config.job import FaultTolerance
@@ -34,6 +35,7 @@ BEAT_S, STALE_AFTER_S = 2.0, 15.0  # of the lock of the lighthouse that serves
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the lighthouse until a signal, and return the exit code; for a job without replica groups, return at once."""
+    stop.die_with_parent()
     ended = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, lambda *_: ended.set())

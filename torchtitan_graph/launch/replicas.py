@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 from typing import BinaryIO
 
+from torchtitan_graph import stop
 from torchtitan_graph.config import JobConfig
 from torchtitan_graph.config.fault_tolerance import check_package
 from torchtitan_graph.config.job import replica_folder
@@ -78,7 +79,7 @@ def run(config: JobConfig, options: Sequence[str], num_ranks: int) -> int:
     table = config.fault_tolerance
     lighthouse = f"http://{LOOPBACK}:{_free_port()}"
     options = [*options, f"--fault_tolerance.lighthouse={lighthouse}"]
-    env = {**os.environ, "NGPU": str(num_ranks)}
+    env = {**os.environ, "NGPU": str(num_ranks), stop.PARENT: str(os.getpid())}
     words = [sys.executable, "-m", "torchtitan_graph.launch.lighthouse", *options]
     signals: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT):

@@ -277,8 +277,10 @@ class Replicas:
         return None if self._manager is None else self._manager.errored()
 
     def _report(self, error: RuntimeError) -> None:
+        """Have this group vote no, and end what others wait for from this rank: they may not notice the loss."""
         assert self._manager is not None, "of this quorum"
         self._manager.report_error(error)
+        self._group.abort()
 
     def _max_in_group(self, number: int) -> int:
         most = torch.tensor(number)

@@ -34,6 +34,10 @@ class _Manager(Manager):
     vote_timeout = timedelta(seconds=60)
 
     def should_commit(self, timeout: timedelta | None = None) -> bool:
+        """Return the vote of this group's ranks. With an error, others wait no longer for this rank's messages: they
+        may not notice the loss of another replica."""
+        if self.errored() is not None:
+            self._pg.abort()
         return bool(super().should_commit(timeout or self.vote_timeout))
 
 

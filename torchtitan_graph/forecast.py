@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.fx import GraphModule, Node
 
 from torchtitan_graph import device as devices
-from torchtitan_graph.analysis.cost import Costs, Estimate, Link, estimate
+from torchtitan_graph.analysis.cost import Clock, Costs, Estimate, Link, estimate
 from torchtitan_graph.analysis.liveness import Peak, at_node, host_memory, input_memory, owners, peak_memory, size_of
 from torchtitan_graph.analysis.traffic import Traffic, traffic
 from torchtitan_graph.capture.traced import TracedResult
@@ -27,8 +27,9 @@ from torchtitan_graph.parallel.layout import PP
 from torchtitan_graph.parallel.pipeline import FIRST, LAST, StageGraph
 from torchtitan_graph.parallel.recompute import Recompute
 from torchtitan_graph.passes.compile_regions import WHOLE
+from torchtitan_graph.runtime.gradients import find_made
 from torchtitan_graph.runtime.partition import ONCE_A_STEP
-from torchtitan_graph.steps import Assembly, Graphs
+from torchtitan_graph.steps import Assembly, Graphs, StepOptions
 from torchtitan_graph.steps.budget import EARLIER, INPUTS, OPTIMIZER, at_rest, trained_bytes
 from torchtitan_graph.steps.held import RUNS, peak_of_accumulation, peak_of_stages, runs_of
 from torchtitan_graph.torch_private.pipelines import PipelineAction
@@ -224,8 +225,8 @@ def forecast(assembly: Assembly, graphs: Graphs, optimizer: job.Optimizer, stage
         messages = gradient_messages(graphs)
         received = sum(ALL_REDUCE.received(size, link.degree) for size in messages)
         sent_once[link.axis, "all_reduce"] = Traffic(len(messages), received)
-        seconds = seconds_over_replicas(messages, costs, link)
-        time_once += Estimate(seconds, {link.axis: seconds}, {link.axis: seconds})
+        seconds, waits = seconds_over_replicas(messages, costs, link), wait_for_replicas(graphs, options, costs, link)
+        time_once += Estimate(waits, {link.axis: seconds}, {link.axis: waits})
     if offloaded:
         on_host[OFFLOADED] = offloaded
     operations = graphs.flops.of(visible)
@@ -249,9 +250,28 @@ def gradient_messages(graphs: Graphs) -> list[int]:
 
 
 def seconds_over_replicas(messages: Iterable[int], costs: Costs, link: Link) -> float:
-    """Return the seconds of the sum of gradients over the replica groups, after a step's last microbatch: message by
-    message, and nothing beside them."""
+    """Return the seconds of the sum of gradients over the replica groups, message by message."""
     return sum(costs.all_reduce(size, link) for size in messages)
+
+
+def wait_for_replicas(graphs: Graphs, options: StepOptions, costs: Costs, link: Link) -> float:
+    """Return the seconds that a step takes longer for the sum of gradients over the replica groups: all of it, but
+    where each group has one microbatch, whose graph still runs when the sums begin."""
+    late = seconds_over_replicas(gradient_messages(graphs), costs, link)
+    has_one = options.num_microbatches == options.num_replicas and options.recorders is None
+    if not (has_one and isinstance(graphs.train, TracedResult)):
+        return late
+    clock, gm, done = Clock(costs), graphs.train.gm, 0.0
+    gradients = [place for place, (slot, _) in enumerate(outputs_of(gm)) if slot.kind == "grad"]
+    made: dict[Node, list[Node]] = {}
+    for last, memory in find_made(gm.graph, gradients):
+        made.setdefault(last, []).append(memory)
+    for node in gm.graph.nodes:
+        clock.advance(node)
+        for memory in made.get(node, ()):
+            taken = costs.all_reduce(size_of(memory), link)
+            done, late = max(done, clock.now) + taken, late - taken
+    return max(done, clock.now) + late - clock.now
 
 
 def _add(sent: dict[tuple[str, str], Traffic], more: Mapping[tuple[str, str], Traffic]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from contextlib import AbstractContextManager, closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +22,9 @@ from torchtitan_graph.data.loader import Deal, merge_states
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
 from torchtitan_graph.metrics import Metrics
+from torchtitan_graph.replicas import TrainingState
 from torchtitan_graph.replicas.outer import Outer
-from torchtitan_graph.replicas.state import TrainingState
+from torchtitan_graph.runtime.gradients import taking
 from torchtitan_graph.steps.reading import Read
 from torchtitan_graph.trainer import Trainer
 
@@ -129,7 +130,8 @@ class StepwiseTrainer(_ReplicaTrainer):
             self.stop_signal = replicas.stop_signal
             if self.stop_signal or self._is_over():  # as of the replica that this one healed from
                 return None
-            found = super()._compute(metrics)
+            with taking(replicas.begin_sum) if self._sums_early() else nullcontext():
+                found = super()._compute(metrics)
             if found is None:
                 return None
             batches, output = found
@@ -140,6 +142,11 @@ class StepwiseTrainer(_ReplicaTrainer):
             self.optimizer.zero_grad()
             is_behind = True
             run.lose(time.monotonic() - begin)
+
+    def _sums_early(self) -> bool:
+        """Return whether gradients are summed over the replicas while the graph runs; on all replicas the same."""
+        assert self.replicas is not None
+        return self.steps.is_one_graph and self.blueprint.num_microbatches == len(self.replicas.living)
 
 
 class RoundsTrainer(_ReplicaTrainer):

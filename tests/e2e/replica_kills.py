@@ -35,6 +35,7 @@ EXPERTS = ["--model.name", "my_models.experts"]
 LAYOUTS = {
     "1": (1, []),
     "FSDP 2": (2, []),
+    "FSDP 2, graph": (2, []),
     "TP 2": (2, ["--parallelism.tensor_parallel_degree", "2"]),
     "PP 2": (2, ["--parallelism.pipeline_parallel_degree", "2", "--parallelism.pipeline_parallel_schedule", "1F1B"]),
     "EP 2": (2, [*EXPERTS, "--parallelism.expert_parallel_degree", "2"]),
@@ -256,12 +257,12 @@ def read(folder: Path, rank: int) -> dict[int, dict[str, Any]]:
 
 def mode(layout: str) -> list[str]:
     """Return the options of how steps run: a pipeline needs graphs."""
-    return ["--compile.mode", "graph" if layout == "PP 2" else "eager"]
+    return ["--compile.mode", "graph" if layout in ("PP 2", "FSDP 2, graph") else "eager"]
 
 
 def rows(layout: str, replicas: int, ranks: int) -> list[str]:
     """Return the options of the rows of a step: two microbatches a replica in a pipeline, else one."""
-    groups_of_rows = replicas * (ranks if layout in ("FSDP 2", "EP 2") else 1)
+    groups_of_rows = replicas * (ranks if layout in ("FSDP 2", "FSDP 2, graph", "EP 2") else 1)
     pipeline = ["--parallelism.pipeline_parallel_microbatch_size", "1"] if layout == "PP 2" else []
     return ["--training.global_batch_size", str(2 * groups_of_rows), *pipeline]
 

@@ -167,9 +167,9 @@ def test_two_groups_train_as_the_algorithm_is_defined(options: list[str], tmp_pa
 def _sgd(words: list[str]) -> int:
     """In a process: train a small model by SGD, in rounds of one step, and write its weights."""
     folder, lighthouse, number, method = words
+    from torchtitan_graph.replicas import TrainingState
     from torchtitan_graph.replicas.outer import Outer
     from torchtitan_graph.replicas.rounds import Rounds
-    from torchtitan_graph.replicas.state import TrainingState
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     table = FaultTolerance(replica=int(number), lighthouse=lighthouse, semi_sync_method=method, sync_steps=1)

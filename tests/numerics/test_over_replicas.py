@@ -18,11 +18,12 @@ from torch import Tensor
 from pool import run_on
 from torchtitan_graph.forecast import gradient_messages
 from torchtitan_graph.parallel.layout import ParallelDims
+from torchtitan_graph.runtime.gradients import taking
 
 TWO = {"num_microbatches": 2}
 
 
-def messages(cell: Cell) -> tuple[list[int], list[int]]:
+def messages(cell: Cell, early: bool) -> tuple[list[int], list[int]]:
     """Return the bytes of each message of gradients, as counted before a step, and as that step sends them."""
     from torchtitan_graph.replicas.replicas import Replicas
 
@@ -31,33 +32,48 @@ def messages(cell: Cell) -> tuple[list[int], list[int]]:
     class ToList(Replicas):
         def __init__(self) -> None:
             """Meet nobody."""
+            self._begun = {}
+            self.living = (0, 1)
 
-        def _sum(self, tensors: list[Tensor]) -> None:
-            sent.extend(tensors)
+        def _error(self) -> None:
+            return None
+
+        def _launch(self, tensor: Tensor) -> None:
+            sent.append(tensor)
 
     _, graphs = final_graphs(cell)
     steps = build_graph(cell)
-    ToList().sum(steps.model, steps.train(*microbatches(cell, layout_of(cell.dims).data_rank, 0)))
+    replicas, given = ToList(), microbatches(cell, layout_of(cell.dims).data_rank, 0)
+    if early:
+        with taking(replicas.begin_sum):
+            output = steps.train(*given)
+        assert steps.is_one_graph and len(sent) == len(gradient_messages(graphs)), "all begin while the graph runs"
+    else:
+        output = steps.train(*given)
+    replicas.sum(steps.model, output)
     *grads, loss = sent
     assert loss.shape == ()
     return sorted(gradient_messages(graphs)), sorted(x.nbytes for x in grads)
 
 
-def slow(*cell, **options):
-    return pytest.param(Cell(*cell, **options), marks=pytest.mark.slow)
+def slow(early, cell):
+    return pytest.param(early, cell, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(
-    "cell",
+    ("early", "cell"),
     [
-        Cell(FSDP2, BF16, **TWO, **ONE_LAYER),
-        slow(FSDP2, BF16, once="all", **TWO),
-        slow(DDP2, **TWO),
-        slow(FSDP2_TP2, BF16, tied=True, **TWO),
-        slow(ParallelDims(pp=2, dp_shard=2), BF16, num_microbatches=4),
+        (False, Cell(FSDP2, BF16, **TWO, **ONE_LAYER)),
+        (True, Cell(FSDP2, BF16, **ONE_LAYER)),
+        slow(False, Cell(FSDP2, BF16, once="all", **TWO)),
+        slow(False, Cell(DDP2, **TWO)),
+        slow(True, Cell(DDP2)),
+        slow(False, Cell(FSDP2_TP2, BF16, tied=True, **TWO)),
+        slow(True, Cell(FSDP2_TP2, BF16, tied=True)),
+        slow(False, Cell(ParallelDims(pp=2, dp_shard=2), BF16, num_microbatches=4)),
     ],
 )
-def test_messages_are_those_of_a_run(cell):
+def test_messages_are_those_of_a_run(early, cell):
     pytest.importorskip("torchft")
-    for told, sent in run_on(cell.dims.num_ranks, messages, cell):
+    for told, sent in run_on(cell.dims.num_ranks, messages, cell, early):
         assert told == sent and sum(told) > 0

@@ -11,7 +11,7 @@ from torch.fx import GraphModule
 
 from torchtitan_graph.analysis.cost import Costs, Estimate, Link, estimate
 from torchtitan_graph.capture.traced import TracedResult
-from torchtitan_graph.forecast import gradient_messages, seconds_over_replicas
+from torchtitan_graph.forecast import wait_for_replicas
 from torchtitan_graph.parallel.layout import PP
 from torchtitan_graph.parallel.pipeline import StageGraph, beside
 from torchtitan_graph.parallel.schedule import COMPUTING, Schedule
@@ -41,7 +41,7 @@ class StepTime:
     optimizer  of clipping, and of the optimizer's step
     sums       to add up the microbatches' gradients
     bubble     in which a rank of a pipeline waits for others, with messages of no time
-    replicas   to sum the gradients over the replica groups, all of which live
+    replicas   for the sum of gradients over the replica groups, all of which live, beyond what backward hides
     meeting    for these groups' quorum, exchange and vote
     """
 
@@ -114,7 +114,7 @@ def simulate(job: BuiltJob, prices: Prices, rates: Rates) -> JobForecast:
 def _with_replicas(step: StepTime, job: BuiltJob, prices: Prices) -> StepTime:
     """Return a group's step with what it does with the others. See Note [Replicas]."""
     link = job.dims.link_of_replicas(job.options.num_replicas, job.options.target.rates.num_near)
-    sums = max(seconds_over_replicas(gradient_messages(rank.graphs), prices(rank), link) for rank in job.ranks)
+    sums = max(wait_for_replicas(rank.graphs, job.options, prices(rank), link) for rank in job.ranks)
     meeting = QUORUM_S + EXCHANGE_S + VOTE_S
     return dataclasses.replace(step, seconds=step.seconds + sums + meeting, replicas=sums, meeting=meeting)
 

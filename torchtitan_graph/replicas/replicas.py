@@ -9,7 +9,8 @@ the others, which holds the same shards. A step is:
 2. The step's microbatches, as many however many replicas live, are dealt to those. The ranks exchange the number of
    targets, so that the loss has one denominator, and how far they have read.
 3. Each group computes its gradients, summed over its own ranks. They are then summed over the replicas, in place,
-   message by message as they were made.
+   message by message as they were made: where each group has one microbatch, and its gradients come from one graph,
+   while that still runs.
 4. Each group's ranks vote. If one of them lost another replica, the group does the step anew, from its position before,
    with those that live then. A group that others have left behind heals in the next quorum.
 5. Clipping and the optimizer run in each group alone: all have the same numbers.
@@ -48,9 +49,9 @@ from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
 from torchtitan_graph.parallel.agree import files_group, on_rank_0
 from torchtitan_graph.parallel.join import host_store
+from torchtitan_graph.replicas import TrainingState
 from torchtitan_graph.replicas.manager import end, forget_quorum, group_over_replicas, new_manager
 from torchtitan_graph.replicas.network import LIGHTHOUSE, Connection, address_towards, job_token, lighthouse_address
-from torchtitan_graph.replicas.state import TrainingState
 from torchtitan_graph.replicas.transport import State, Transport
 
 TELL_AFTER_S = 30.0  # of waiting for enough replicas, or for the lighthouse
@@ -115,6 +116,7 @@ class Replicas:
         self.place = table.replica  # until the first quorum
         self.redone = self.stop_signal = 0
         self._healed = self._is_another = False
+        self._begun: dict[int, Any] = {}  # sums that have begun: the address of their memory -> their work
         self._ask_again_s = ASK_AGAIN_S
         self._lineage = 0  # of this state: which replicas did its steps
         self._ranks = dist.new_group(backend="gloo")  # of this group, for this thread alone
@@ -327,35 +329,53 @@ class Replicas:
             return [numbers]
         return [others for _, *others in told]
 
+    def begin_sum(self, grad: Tensor) -> None:
+        """Begin to add up, in place, the block of memory of a gradient, which the step's other work leaves alone from
+        here on. All replicas do so for the same gradients in the same order; `sum` ends it."""
+        memory = grad.untyped_storage()
+        if len(self.living) > 1 and self._error() is None:
+            self._begun[memory.data_ptr()] = self._launch(grad.new_empty(0).set_(memory))
+
     def sum(self, model: nn.Module, output: StepOutput) -> StepOutput:
         """Add up gradients, in place, and a step's output over the replicas.
 
         Gradients that are parts of one block of memory, as a collective made it, are one message.
         """
         grads = [local_part(p.grad) for p in model.parameters() if p.grad is not None]
-        blocks = {grad.untyped_storage().data_ptr(): grad for grad in grads}.values()
-        whole = [grad.new_empty(0).set_(grad.untyped_storage()) for grad in blocks]
+        blocks = {grad.untyped_storage().data_ptr(): grad for grad in grads}
+        begun, self._begun = self._begun, {}
+        assert begun.keys() <= blocks.keys(), "what has begun are gradients"
+        whole = [grad.new_empty(0).set_(grad.untyped_storage()) for at, grad in blocks.items() if at not in begun]
         loss = output.loss.double()  # sums of a few fp32 numbers are exact
         others = [*output.state.values(), *output.terms.values(), *output.metrics.values()]
         joined = {dtype: [x for x in others if x.dtype == dtype] for dtype in dict.fromkeys(x.dtype for x in others)}
         messages = [loss, *(torch.cat([x.flatten() for x in alike]) for alike in joined.values())]
-        self._sum([*whole, *messages])
+        self._sum([*whole, *messages], [*begun.values()])
         for alike, message in zip(joined.values(), messages[1:], strict=True):
             for x, part in zip(alike, message.split([x.numel() for x in alike]), strict=True):
                 x.copy_(part.view_as(x))
         return output._replace(loss=loss)
 
-    def _sum(self, tensors: Iterable[Tensor]) -> None:
+    def _sum(self, tensors: Iterable[Tensor], begun: Iterable[Any]) -> None:
         if len(self.living) == 1 or self._error() is not None:
             return
+        works = [*begun, *map(self._launch, tensors)]
+        try:
+            for work in works:
+                if work is not None:
+                    work.wait()
+        except RuntimeError as error:
+            self._report(error)
+
+    def _launch(self, tensor: Tensor) -> Any:
+        """Begin the sum of a tensor over the replicas, in place, and return the work; None if a replica is lost."""
         options = AllreduceOptions()  # of a sum
         options.timeout = self._timeout
         try:
-            works = [self._group.allreduce([x], options) for x in tensors]
-            for work in works:
-                work.wait()
+            return None if self._error() is not None else self._group.allreduce([tensor], options)
         except RuntimeError as error:
             self._report(error)
+            return None
 
     def commit(self) -> bool:
         """Return the vote of this group's ranks: whether the step counts, or is done anew."""

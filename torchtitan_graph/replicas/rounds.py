@@ -32,9 +32,9 @@ from torchft.local_sgd import _StreamingDiLoCoFragment as Fragment
 
 from torchtitan_graph.capture.state import local_part
 from torchtitan_graph.config import job
+from torchtitan_graph.replicas import TrainingState
 from torchtitan_graph.replicas.outer import Outer
 from torchtitan_graph.replicas.replicas import Replicas
-from torchtitan_graph.replicas.state import TrainingState
 
 
 class _DiLoCo(DiLoCo):

@@ -1,4 +1,5 @@
-"""Observe a graph while it runs: by module for a profiler, by work and waiting for a stopwatch.
+"""Observe a graph while it runs: by module for a profiler, by work and waiting for a stopwatch, gradient by gradient
+for their sum over replica groups.
 
 Each kind of observation is a copy of the graph with calls between its nodes, made when it is first needed: an
 unobserved run costs nothing, and the same operators run in the same order in any case.
@@ -7,6 +8,7 @@ unobserved run costs nothing, and the same operators run in the same order in an
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 import re
 import time
@@ -22,6 +24,8 @@ from torch.profiler import record_function
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.edit import shape_of
 from torchtitan_graph.graph.hierarchy import call_hierarchy, shown
+from torchtitan_graph.graph.signature import signature_of
+from torchtitan_graph.runtime.gradients import add_gives, is_taking
 from torchtitan_graph.torch_private.profiler import begin_range, is_profiling
 from torchtitan_graph.torch_private.tracing import boxed
 
@@ -32,15 +36,22 @@ _UNSAFE = re.compile(r'[\x00-\x1f"\\]')
 
 
 class Watchable:
-    """A graph as a function of one list, which it empties; observed where a profiler or a stopwatch runs. A profiler's
-    events have the graph's `meta["name"]`."""
+    """A graph as a function of one list, which it empties; observed where a profiler or a stopwatch runs, and where its
+    gradients are taken. A profiler's events have the graph's `meta["name"]`."""
 
     def __init__(self, gm: GraphModule) -> None:
         self._gm, self._add_spans = gm, partial(add_spans, name=gm.meta.get("name", "graph"))
         self._copies: dict[tuple[Edit, ...], Callable[[list[Tensor]], list[Tensor]]] = {}
 
+    @functools.cached_property
+    def _add_gives(self) -> Edit:
+        kinds = [slot.kind for slot in signature_of(self._gm).outputs for _ in range(slot.layout.num_tensors)]
+        return partial(add_gives, places=[place for place, kind in enumerate(kinds) if kind == "grad"])
+
     def __call__(self, inputs: list[Tensor]) -> list[Tensor]:
         edits: tuple[Edit, ...] = (self._add_spans,) * is_profiling() + (add_marks,) * (_stopwatch is not None)
+        if is_taking():
+            edits = (self._add_gives, *edits)
         if edits not in self._copies:
             self._copies[edits] = boxed(self._gm, edits)
         mark()

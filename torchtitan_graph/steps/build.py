@@ -59,6 +59,11 @@ class Steps:
     reference: Decoder | None = None  # the frozen model beside it
     sync: Callable[[bool], None] | None = None  # called before a microbatch of eager steps: whether it is the last
 
+    @property
+    def is_one_graph(self) -> bool:
+        """Whether the gradients of a microbatch come from one graph (or eagerly), whose calls run one by one."""
+        return self.recorders is None and not isinstance(self.step, (Pipeline, Accumulation))
+
     def close(self) -> None:
         """Release recorded CUDA graphs; before process groups are destroyed."""
         if self.recorders is not None:

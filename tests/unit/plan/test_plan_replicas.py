@@ -12,7 +12,7 @@ from torchtitan_graph.analysis.cost import Costs, Link
 from torchtitan_graph.blueprint import Blueprint
 from torchtitan_graph.config import load
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.forecast import gradient_messages, seconds_over_replicas
+from torchtitan_graph.forecast import gradient_messages, seconds_over_replicas, wait_for_replicas
 from torchtitan_graph.parallel.layout import REPLICAS, ParallelDims
 from torchtitan_graph.plan.__main__ import beside_hsdp, main
 from torchtitan_graph.plan.on_cpu import GLOO, ReplayedCosts
@@ -96,6 +96,25 @@ def test_a_step_is_that_of_a_group_and_what_it_does_with_the_others(job: BuiltJo
         gradient_messages(job.ranks[0].graphs), prices(job.ranks[0]), link._replace(near=1)
     )
     assert elsewhere != pytest.approx(plan.step.replicas, rel=0.1)
+
+
+def test_the_sum_of_one_microbatch_is_beside_backward(job: BuiltJob) -> None:
+    """By two links with closed forms: one so fast that only the last message is left, one so slow that all is."""
+    one = dataclasses.replace(job.options, num_microbatches=4)
+    (rank,), sizes = job.ranks, gradient_messages(job.ranks[0].graphs)
+    link = Link(REPLICAS, 4, 4)
+
+    def wait(near: float) -> tuple[float, float]:
+        costs = Costs(ROUND._replace(near=near, near_hop=0.0, launch=0.0))
+        return wait_for_replicas(rank.graphs, one, costs, link), seconds_over_replicas(sizes, costs, link)
+
+    waits, takes = wait(1e15)
+    assert 0 < waits < takes / len(sizes) * 3, "but the last messages, of the embedding"
+    waits, takes = wait(1e3)
+    assert waits == pytest.approx(takes, rel=1e-3) and waits < takes, "it begins before the graph ends"
+    assert wait_for_replicas(rank.graphs, job.options, Costs(ROUND), link) == seconds_over_replicas(
+        sizes, Costs(ROUND), link
+    ), "of four microbatches each nothing begins early"
 
 
 def test_gradients_are_a_rank_s_shards_in_fp32(job: BuiltJob) -> None:

@@ -1,0 +1,109 @@
+"""Take a step's gradients as a graph makes them, while it still runs."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Callable, Collection, Iterator
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from torchtitan_graph.graph.edit import is_view
+
+_SPLIT = torch.ops.aten.split_with_sizes.default
+
+_take: Callable[[Tensor], None] | None = None
+
+
+@contextlib.contextmanager
+def taking(take: Callable[[Tensor], None]) -> Iterator[None]:
+    """Have graphs that run inside call `take` with each tensor whose memory is a gradient's, or those of several,
+    once nothing in the graph reads or writes it any more. The order is the same in each run."""
+    global _take
+    _take = take
+    try:
+        yield
+    finally:
+        _take = None
+
+
+def is_taking() -> bool:
+    return _take is not None
+
+
+def _give(made: Tensor) -> None:
+    assert _take is not None, "the graph runs inside `taking`"
+    _take(made)
+
+
+def add_gives(graph: Graph, places: Collection[int]) -> None:
+    """Insert the calls into a graph; `places` are those of its gradients among the outputs."""
+    for last, memory in find_made(graph, places):
+        with graph.inserting_after(last):
+            graph.call_function(_give, (memory,))
+
+
+def find_made(graph: Graph, places: Collection[int]) -> list[tuple[Node, Node]]:
+    """Return the memories that hold nothing but gradients, each with the last node that uses it, in the graph's order:
+    (the node, that which makes the memory). Memory of an input is left out, and that of gradients that overlap."""
+    outputs = graph.output_node().args[0]
+    order = {node: number for number, node in enumerate(graph.nodes)}
+    found: dict[Node, list[Node]] = {}
+    for place in places:
+        if isinstance(node := outputs[place], Node):  # type: ignore[index]
+            found.setdefault(_memory(node), []).append(node)
+    made = []
+    for memory, gradients in found.items():
+        views, users = _uses(memory)
+        others = [x for place, x in enumerate(outputs) if x in views and place not in places]  # type: ignore[arg-type]
+        if memory.op != "placeholder" and not others and _are_apart(gradients):
+            made.append((max(users, key=order.__getitem__, default=memory), memory))
+    return sorted(made, key=lambda each: (order[each[0]], order[each[1]]))
+
+
+def _memory(node: Node) -> Node:
+    """Return the node that makes the memory of a node's value."""
+    while is_view(node) and not (node.target is operator.getitem and not is_view(_source(node))):
+        node = _source(node)
+    return node
+
+
+def _source(node: Node) -> Node:
+    source = node.args[0]
+    assert isinstance(source, Node)
+    return source
+
+
+def _uses(memory: Node) -> tuple[set[Node], list[Node]]:
+    """Return the views of a memory, itself among them, and the nodes that read or write it."""
+    views, users, left = {memory}, [], [memory]
+    while left:
+        for user in left.pop().users:
+            if user.op == "output" or user in views:
+                continue
+            if is_view(user) and _source(user) in views:
+                views.add(user)
+                left.append(user)
+            else:
+                users.append(user)
+    return views, users
+
+
+def _are_apart(gradients: list[Node]) -> bool:
+    """Return whether no two gradients of one memory overlap, nor one with itself: they are parts of one split."""
+    if any(
+        x.stride(i) == 0 and x.shape[i] > 1 for x in (node.meta["val"] for node in gradients) for i in range(x.ndim)
+    ):
+        return False
+    return len(gradients) == 1 or len({*map(_part, gradients)} - {None}) == len(gradients)
+
+
+def _part(node: Node) -> tuple[Node, int] | None:
+    """Return the split that a value is a view of a part of, and the part's number."""
+    while is_view(node):
+        if node.target is operator.getitem and _source(node).target is _SPLIT:
+            return _source(node), int(node.args[1])  # type: ignore[arg-type]
+        node = _source(node)
+    return None

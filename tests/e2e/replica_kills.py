@@ -12,6 +12,7 @@ import argparse
 import collections
 import functools
 import hashlib
+import itertools
 import json
 import os
 import random
@@ -316,8 +317,7 @@ def delays(storm: Storm) -> list[tuple[float, str]]:
     times = sorted(record["t"] for number in storm.groups for record in storm.steps(number).values())
     found = []
     for at, kind in storm.deaths:
-        around = [t for t in times if at - 1 <= t <= at + 30]
-        gaps = [b - a for a, b in zip(around, around[1:], strict=False) if b > at]
+        gaps = [b - a for a, b in itertools.pairwise(times) if b > at and a < at + 15]
         if gaps:
             found.append((max(gaps), kind))
     return found

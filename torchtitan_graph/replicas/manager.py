@@ -56,9 +56,16 @@ class _KnowsMembers:
 class GlooOverReplicas(_KnowsMembers, ProcessGroupGloo):
     """A gloo group on one address, with one thread."""
 
+    _pg: Any  # of the quorum of now
+
     def __init__(self, host: str, timeout: timedelta) -> None:
         super().__init__(timeout)
         self._host = host
+
+    def abort(self, errored: bool = True) -> None:
+        """Leave the group: its connections are closed, in a thread, for that waits for a message that hangs."""
+        old, self._pg = [self._pg], None
+        threading.Thread(target=old.clear, name="old group", daemon=True).start()
 
     def _create_pg(self, store: dist.Store, rank: int, world_size: int) -> dist.ProcessGroup:
         gloo: Any = dist.ProcessGroupGloo

@@ -57,6 +57,7 @@ from torchtitan_graph.replicas.transport import State, Transport
 TELL_AFTER_S = 30.0  # of waiting for enough replicas, or for the lighthouse
 STOP_AFTER_S = 2.0  # of waiting a signal to stop ends it
 CONNECT_WITHIN_S = 5.0
+LOOK_EVERY_S = 1.0  # whether another rank has lost a replica, while a message is under way
 ASK_AGAIN_S = 20.0  # the lighthouse, at first
 _LOST = "lighthouse is lost"
 MET, NOT_HEALED, NO_QUORUM, NO_LIGHTHOUSE, LEAVES = range(5)  # whether a rank has the quorum, or why it has not
@@ -116,6 +117,7 @@ class Replicas:
         self.place = table.replica  # until the first quorum
         self.redone = self.stop_signal = 0
         self._healed = self._is_another = False
+        self._num_quorums = 0  # that this group has had
         self._begun: dict[int, Any] = {}  # sums that have begun: the address of their memory -> their work
         self._ask_again_s = ASK_AGAIN_S
         self._lineage = 0  # of this state: which replicas did its steps
@@ -159,6 +161,7 @@ class Replicas:
         place = self._manager.participating_rank()
         assert place is not None, "all of a synchronous quorum take part"
         self.living, self.place, self._ask_again_s = self._group.members, place, ASK_AGAIN_S
+        self._num_quorums += 1
         if self.living != before[0] or self._healed:
             self._tell(before[0])
         return self._healed or (self.living, self.place) != before
@@ -283,6 +286,29 @@ class Replicas:
         assert self._manager is not None, "of this quorum"
         self._manager.report_error(error)
         self._group.abort()
+        assert self._store is not None, "of the manager"
+        self._store.set(self._loss(), "")
+
+    def _loss(self) -> str:
+        """Return the key by which a rank tells the others of this group that a replica is lost in this step."""
+        return f"loss {self._num_quorums}"
+
+    def _wait(self, work: Any) -> None:
+        """Wait for a message between replicas. gloo does not always notice in the middle of sending one that a peer is
+        lost; a rank that has noticed tells the others.
+
+        Raises RuntimeError if a replica is lost, or the message takes longer than it may.
+        """
+        if self._device.type == "cuda":
+            return work.wait()  # type: ignore[no-any-return]  # in the stream
+        assert self._store is not None, "of the manager"
+        while not work.is_completed():
+            try:
+                work.wait(timedelta(seconds=LOOK_EVERY_S))
+            except RuntimeError:
+                if not work.is_completed() and self._store.check([self._loss()]):
+                    raise RuntimeError("another rank of this group has noticed it") from None
+        work.wait()
 
     def _max_in_group(self, number: int) -> int:
         most = torch.tensor(number)
@@ -317,7 +343,7 @@ class Replicas:
         options.timeout = self._heal_timeout if self._group.is_new else self._timeout  # one of a new one may heal
         self._group.is_new = False
         try:
-            self._group.allgather([everyones], [mine], options).wait()
+            self._wait(self._group.allgather([everyones], [mine], options))
             told = [each.tolist() for each in everyones]
         except RuntimeError as error:
             self._report(error)
@@ -363,7 +389,7 @@ class Replicas:
         try:
             for work in works:
                 if work is not None:
-                    work.wait()
+                    self._wait(work)
         except RuntimeError as error:
             self._report(error)
 

@@ -65,6 +65,23 @@ def test_workers_die_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
         assert launcher.communicate(timeout=10)[0] == b""  # the worker, too, has let go of it
 
 
+OF_ALL_GROUPS = """
+import os, subprocess, sys
+from torchtitan_graph import stop
+os.environ[stop.PARENT] = str(os.getpid())
+child = "import os; from torchtitan_graph import stop as s; s.die_with_parent(); print(s.PARENT in os.environ, flush=True)"
+subprocess.run([sys.executable, "-c", child + "; import time; time.sleep(60)"])
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux can")
+def test_the_launchers_of_groups_die_with_that_of_all() -> None:
+    with subprocess.Popen([sys.executable, "-c", OF_ALL_GROUPS], stdout=subprocess.PIPE) as launcher:
+        assert launcher.stdout and launcher.stdout.readline() == b"False\n", "its own children are not told"
+        launcher.kill()
+        assert launcher.communicate(timeout=10)[0] == b""
+
+
 @pytest.mark.parametrize(
     ("phase", "signals", "code", "said"),
     [

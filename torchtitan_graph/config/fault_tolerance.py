@@ -145,7 +145,8 @@ def check_member(config: JobConfig) -> None:
     if table.replica is None:
         raise UserError(
             "fault_tolerance.enable = true: start the run by python -m torchtitan_graph.launch (run_train.sh calls it),"
-            " which starts all replica groups; or set fault_tolerance.replica and fault_tolerance.lighthouse"
+            " which starts all replica groups; under SLURM submit a job array with a group in each element (sbatch"
+            " --array=0-1); or set fault_tolerance.replica and fault_tolerance.lighthouse"
         )
     check_package()
     if table.semi_sync_method == "diloco" and table.should_quantize:

@@ -220,7 +220,7 @@ class Trainer:
             last = self._is_over()
             run.resume(self.step)
             run.planned = self.planned
-            if self.replicas is not None:
+            if self.replicas is not None and not last:
                 run.wait_for_replicas(config)
             while not last:
                 metrics.start_step()
@@ -252,6 +252,8 @@ class Trainer:
                     if self.replicas is not None:
                         with run.during("waiting"):
                             self.replicas.meet_at_end()
+                if self.stop_signal and self.replicas is not None:
+                    self.replicas.close()  # the others go on meanwhile
                 with run.during("checkpoint"):
                     if not self._saves:
                         pass

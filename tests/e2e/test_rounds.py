@@ -225,14 +225,14 @@ def test_in_rounds_of_one_step_sgd_is_synchronous(method: str, tmp_path: Path) -
 def patch(pace: float = 0.0, moment: str = "", nth: int = 0, number: int = signal.SIGKILL) -> None:
     """In a rank: wait for the other group to start, and in each step; write what a synchronisation left; and send this
     process a signal before the `nth` call of a function."""
+    from torchtitan_graph.replica_trainer import RoundsTrainer
     from torchtitan_graph.replicas.manager import _Manager
     from torchtitan_graph.replicas.rounds import Fragment, Rounds
     from torchtitan_graph.steps import Steps
-    from torchtitan_graph.trainer import Trainer
 
-    train, train_step, join = Steps.train, Trainer.train_step, Trainer._join
+    train, train_step, join = Steps.train, RoundsTrainer.train_step, RoundsTrainer._join
 
-    def join_together(self: Trainer) -> Any:
+    def join_together(self: RoundsTrainer) -> Any:
         folder = Path(self.config.job.dump_folder)
         while not all((folder / f"replica_{number}" / STATUS).exists() for number in range(2)):
             time.sleep(0.05)
@@ -242,7 +242,7 @@ def patch(pace: float = 0.0, moment: str = "", nth: int = 0, number: int = signa
         time.sleep(pace)
         return train(*given)
 
-    def step_and_tell(self: Trainer, metrics: Any) -> bool:
+    def step_and_tell(self: RoundsTrainer, metrics: Any) -> bool:
         trained = train_step(self, metrics)
         if self.rounds is not None and self.rounds.is_synchronised:
             sums = hashlib.sha256()
@@ -255,8 +255,8 @@ def patch(pace: float = 0.0, moment: str = "", nth: int = 0, number: int = signa
                 file.write(json.dumps(told) + "\n")
         return trained
 
-    Steps.train, Trainer.train_step = train_slowly, step_and_tell  # type: ignore[method-assign,assignment]
-    Trainer._join = join_together  # type: ignore[method-assign]
+    Steps.train, RoundsTrainer.train_step = train_slowly, step_and_tell  # type: ignore[method-assign,assignment]
+    RoundsTrainer._join = join_together  # type: ignore[method-assign]
     if moment:
         holder = next(each for each in (Steps, Rounds, Fragment, _Manager) if hasattr(each, moment))
         function, calls = getattr(holder, moment), iter(range(nth))

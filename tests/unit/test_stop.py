@@ -69,7 +69,8 @@ OF_ALL_GROUPS = """
 import os, subprocess, sys
 from torchtitan_graph import stop
 os.environ[stop.PARENT] = str(os.getpid())
-child = "import os; from torchtitan_graph import stop as s; s.die_with_parent(); print(s.PARENT in os.environ, flush=True)"
+child = "import os; from torchtitan_graph import stop as s; s.die_with_parent()"
+child += "; print(s.PARENT in os.environ, flush=True)"
 subprocess.run([sys.executable, "-c", child + "; import time; time.sleep(60)"])
 """
 

@@ -8,6 +8,7 @@ recognised by name.
 """
 
 import contextlib
+import errno
 import functools
 import itertools
 import json
@@ -292,10 +293,16 @@ def commit(tmp: Path) -> None:
     """Rename a complete folder to its final name. A checkpoint with that name is deleted, or if it has only the model,
     as the last one of a shorter run, renamed."""
     final = tmp.with_suffix("")
-    if os.path.lexists(final):  # a dangling link too
-        kept = name_for_model(final.name, {path.name for path in final.parent.iterdir()})
-        _rename(final, final.with_name(kept) if is_model_only(final) else final.with_suffix(".deleting"))
-    _rename(tmp, final)
+    while True:
+        with contextlib.suppress(FileNotFoundError):  # another replica group has deleted it
+            if os.path.lexists(final):  # a dangling link too
+                kept = name_for_model(final.name, {path.name for path in final.parent.iterdir()})
+                _rename(final, final.with_name(kept) if is_model_only(final) else final.with_suffix(".deleting"))
+        try:
+            return _rename(tmp, final)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # another group has saved the same step
+                raise
 
 
 def is_model_only(path: Path) -> bool:
@@ -319,7 +326,8 @@ def prune(newest: Path, keep_latest_k: int, keep_every: int, keep_best: bool = F
     """
     steps = {step: path for step, path in find_steps(newest.parent).items() if not is_model_only(path)}
     for step in excess_steps(steps, step_of(newest.name), keep_latest_k, keep_every, best_step(newest, keep_best)):
-        _rename(steps[step], steps[step].with_suffix(".deleting"))
+        with contextlib.suppress(FileNotFoundError):  # another replica group deletes it
+            _rename(steps[step], steps[step].with_suffix(".deleting"))
     for path in newest.parent.glob("step-*.deleting"):
         _delete(path)
 

@@ -3,7 +3,7 @@
 import importlib.util
 from collections.abc import Iterator
 
-from torchtitan_graph.config.job import OPTIONS, JobConfig, Problem, unused
+from torchtitan_graph.config.job import OPTIONS, FaultTolerance, JobConfig, Problem, unused
 from torchtitan_graph.errors import UserError
 
 _TABLE = "fault_tolerance"
@@ -21,7 +21,10 @@ def problems(config: JobConfig) -> Iterator[Problem]:
     if not table.enable:
         return
     if table.min_replicas > table.replicas:
-        yield Problem(f"{_TABLE}.min_replicas", f"there are {table.replicas} (fault_tolerance.replicas)")
+        yield Problem(
+            f"{_TABLE}.min_replicas",
+            f"there are {table.replicas} (fault_tolerance.replicas): must be from 1 to {table.replicas}",
+        )
     if table.replica is not None and table.replica >= table.replicas:
         yield Problem(f"{_TABLE}.replica", f"must be from 0 to {table.replicas - 1} (fault_tolerance.replicas)")
     address = table.lighthouse or AUTO
@@ -148,6 +151,11 @@ def check_member(config: JobConfig) -> None:
             " which starts all replica groups; under SLURM submit a job array with a group in each element (sbatch"
             " --array=0-1); or set fault_tolerance.replica and fault_tolerance.lighthouse"
         )
+    check_here(table)
+
+
+def check_here(table: FaultTolerance) -> None:
+    """Raise UserError if replica groups can't run on this machine: torchft is missing, or what an option needs."""
     check_package()
     if table.semi_sync_method == "diloco" and table.should_quantize:
         _check_quantizes()

@@ -84,6 +84,11 @@ def main(words: Sequence[str]) -> int:
     options = parser().parse_args(words[:at])
     _check(options)
     config = load(words[at + 1 :])
+    if config.fault_tolerance.enable:
+        raise UserError(
+            "fault_tolerance.enable = true: manifests of replica groups are not made; make one of each group, with its"
+            " fault_tolerance.replica, and a lighthouse (python -m torchtitan_graph.launch.lighthouse), by hand"
+        )
     for notice in check(config, options.nodes * options.gpus_per_node):
         logger.warning(notice)
     _check_dump_folder(options, config)

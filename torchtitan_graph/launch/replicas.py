@@ -16,8 +16,9 @@ from collections.abc import Sequence
 from typing import BinaryIO
 
 from torchtitan_graph import stop
+from torchtitan_graph.checkpoint.folder import checkpoint_folder, list_steps
 from torchtitan_graph.config import JobConfig
-from torchtitan_graph.config.fault_tolerance import check_package
+from torchtitan_graph.config.fault_tolerance import check_here
 from torchtitan_graph.config.job import replica_folder
 from torchtitan_graph.log import logger
 from torchtitan_graph.parallel.join import LOOPBACK
@@ -26,6 +27,7 @@ from torchtitan_graph.run.status import FINISHED, read_status
 
 OUTPUT = "output.log"
 MOST_FRUITLESS = 3  # starts of a group in a row that did no step
+LIGHTHOUSE_AGAIN_S = 1.0  # between two starts of the lighthouse
 OTHERS_END_S = 120.0  # for the other groups to end by themselves, once one has finished the run
 
 
@@ -75,42 +77,62 @@ class Group(_Child):
 
 def run(config: JobConfig, options: Sequence[str], num_ranks: int) -> int:
     """Run all groups with `num_ranks` ranks each, and return the exit code: 0, or that of the first that failed."""
-    check_package()
+    check_here(config.fault_tolerance)
     table = config.fault_tolerance
     lighthouse = f"http://{LOOPBACK}:{_free_port()}"
     options = [*options, f"--fault_tolerance.lighthouse={lighthouse}"]
     env = {**os.environ, "NGPU": str(num_ranks), stop.PARENT: str(os.getpid())}
     words = [sys.executable, "-m", "torchtitan_graph.launch.lighthouse", *options]
     signals: list[int] = []
+    stop.begin_steps()  # from here on a signal does not end this process, but is passed on
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, lambda received, _: signals.append(received))
     server = _Child("the lighthouse", words, env)
     groups = [Group(number, config, options, env | _gpus(number, num_ranks)) for number in range(table.replicas)]
     try:
-        return _watch(server, groups, signals)
+        code = _watch(server, groups, signals)
     finally:
         for child in (*groups, server):
             if child.process.poll() is None:
                 child.process.terminate()
         for child in (*groups, server):
             child.process.wait()
+    if code == 0 and not signals and (problem := _find_unsaved(config, groups)):
+        logger.error(problem)
+        return FAULT
+    return code
+
+
+def _find_unsaved(config: JobConfig, groups: Sequence[Group]) -> str | None:
+    """Return what to do if the last step of a run that has ended is not saved, for the group that saved it died."""
+    done = max((status["step"] for status in map(read_status, (group.folder for group in groups)) if status), default=0)
+    saves = config.checkpoint.enable and not config.checkpoint.load_only
+    if not saves or config.fault_tolerance.semi_sync_method is not None:  # then each group saves its own
+        return None
+    saved = max(list_steps(checkpoint_folder(config)), default=0)
+    if saved >= done:
+        return None
+    return (
+        f"step {done} is done, and the newest checkpoint is of step {saved}: start the run again, and it goes on there"
+    )
 
 
 def _watch(server: _Child, groups: list[Group], signals: list[int]) -> int:
-    running, codes, passed_on, finished = list(groups), [], 0, 0.0
+    running, codes, passed_on, finished, restarted = list(groups), [], 0, 0.0, 0.0
     while running:
         time.sleep(0.1)
         for number in signals[passed_on:]:
             passed_on += 1
             for group in running:
                 group.process.send_signal(number)
-        if server.process.poll() is not None and not signals:
+        if server.process.poll() is not None and not signals and time.monotonic() > restarted + LIGHTHOUSE_AGAIN_S:
             logger.warning("the lighthouse died, and is started again")
+            restarted = time.monotonic()
             server.start()
         for group in [group for group in running if group.process.poll() is not None]:
             code = group.process.returncode
             code = 128 - code if code < 0 else code
-            if code == 0 or code in FINAL or signals or finished or group.is_fruitless():
+            if code == 0 or code in FINAL or signals or group.is_fruitless():
                 running.remove(group)
                 codes.append(code)
                 finished = finished or (time.monotonic() if _has_finished(group) else 0.0)

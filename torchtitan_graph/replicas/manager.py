@@ -44,6 +44,8 @@ class _Manager(Manager):
 class _KnowsMembers:
     """Of a group that is made anew for each quorum: the numbers of the replicas in it, and whether it was not used."""
 
+    _timeout: timedelta
+
     members: tuple[int, ...] = ()
     is_new = False
 
@@ -52,15 +54,23 @@ class _KnowsMembers:
         self.members, self.is_new = tuple(rank // group_size for rank in global_ranks), True
         super().configure(*arguments)  # type: ignore[misc]
 
+    def allow(self, timeout: timedelta) -> None:
+        """Set the time that the next messages may take, where their own options don't count."""
+
 
 class GlooOverReplicas(_KnowsMembers, ProcessGroupGloo):
     """A gloo group on one address, with one thread."""
 
     _pg: Any  # of the quorum of now
 
-    def __init__(self, host: str, timeout: timedelta) -> None:
-        super().__init__(timeout)
-        self._host = host
+    def __init__(self, host: str, connect: timedelta, timeout: timedelta) -> None:
+        """Args:
+        host: the address to listen on.
+        connect: the time that connecting may take.
+        timeout: that a message may take, where its options don't say.
+        """
+        super().__init__(connect)
+        self._host, self._of_message = host, timeout
 
     def abort(self, errored: bool = True) -> None:
         """Leave the group: its connections are closed, in a thread, for that waits for a message that hangs."""
@@ -74,6 +84,7 @@ class GlooOverReplicas(_KnowsMembers, ProcessGroupGloo):
         options._threads = 1
         options._timeout = self._timeout
         backend = gloo(store, rank, world_size, options)
+        backend._set_default_timeout(self._of_message)
         backend._set_sequence_number_for_group()
         group = dist.ProcessGroup(store, rank, world_size)
         group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
@@ -82,12 +93,17 @@ class GlooOverReplicas(_KnowsMembers, ProcessGroupGloo):
 
 
 class NCCLOverReplicas(_KnowsMembers, ProcessGroupNCCL):
-    """An NCCL group."""
+    """An NCCL group; torchft's takes its own time in place of that in a message's options."""
+
+    def allow(self, timeout: timedelta) -> None:
+        self._timeout = timeout
 
 
-def group_over_replicas(device: torch.device, host: str, timeout: timedelta) -> GlooOverReplicas | NCCLOverReplicas:
+def group_over_replicas(
+    device: torch.device, host: str, connect: timedelta, timeout: timedelta
+) -> GlooOverReplicas | NCCLOverReplicas:
     """Return the group of the same rank of all replicas that live, made anew for each quorum."""
-    return NCCLOverReplicas(timeout) if device.type == "cuda" else GlooOverReplicas(host, timeout)
+    return NCCLOverReplicas(timeout) if device.type == "cuda" else GlooOverReplicas(host, connect, timeout)
 
 
 def new_manager(

@@ -22,7 +22,7 @@ def job_token(folder: Path) -> str:
     makes it. Raises UserError if others could read it."""
     path = folder / TOKEN
     folder.mkdir(parents=True, exist_ok=True)
-    if not path.exists():
+    if not os.path.lexists(path):
         tmp = path.with_name(f"{TOKEN}.{socket.gethostname()}.{os.getpid()}")
         tmp.unlink(missing_ok=True)
         with os.fdopen(os.open(tmp, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
@@ -30,9 +30,17 @@ def job_token(folder: Path) -> str:
         with contextlib.suppress(FileExistsError):
             os.link(tmp, path)
         tmp.unlink()
-    if path.stat().st_mode & 0o077:
-        raise UserError(f"{path} can be read by others, and holds the secret of this job's replicas: delete it")
-    return read_text(path).strip()
+    try:
+        about = path.stat()
+    except OSError as error:
+        raise UserError(f"{path}, the secret of this job's replicas, can't be read ({error}): delete it") from error
+    if about.st_mode & 0o077 or about.st_uid != os.geteuid():
+        raise UserError(
+            f"{path}, the secret of this job's replicas, can be read by others, or is another user's: delete it"
+        )
+    if not re.fullmatch(r"[0-9a-f]{64}", token := read_text(path).strip()):
+        raise UserError(f"{path} is to hold the secret of this job's replicas, 64 hexadecimal digits: delete it")
+    return token
 
 
 class Connection:
@@ -66,7 +74,13 @@ def lighthouse_address(lighthouse: str, folder: Path) -> str | None:
         return lighthouse
     path = folder / LIGHTHOUSE / ADDRESS
     found = read_text(path).strip() if path.exists() else ""
-    return found if re.fullmatch(r"http://[\w.-]+:\d{1,5}", found) else None
+    return found if is_address(found) else None
+
+
+def is_address(text: str) -> bool:
+    """Return whether a text is http://HOST:PORT."""
+    parts = re.fullmatch(r"http://[A-Za-z0-9_-][A-Za-z0-9_.-]*:([0-9]{1,5})", text)
+    return parts is not None and ".." not in text and 0 < int(parts[1]) < 2**16
 
 
 def address_towards(lighthouse: str) -> str:

@@ -60,19 +60,26 @@ CONNECT_WITHIN_S = 5.0
 LOOK_EVERY_S = 1.0  # whether another rank has lost a replica, while a message is under way
 ASK_AGAIN_S = 20.0  # the lighthouse, at first
 _LOST = "lighthouse is lost"
-MET, NOT_HEALED, NO_QUORUM, NO_LIGHTHOUSE, LEAVES = range(5)  # whether a rank has the quorum, or why it has not
+# Whether a rank has the quorum, or why it has not; the highest of a group's ranks counts for all.
+MET, NOT_HEALED, NO_QUORUM, NO_LIGHTHOUSE, LEAVES = range(5)
 
 
-class _Trial:
-    """A quorum, and the healing of it, in a thread: the main one looks for signals and for the lighthouse."""
+class _Trial(threading.Thread):
+    """A quorum, and what is received to heal in it, in a thread: the main one looks for signals and for the lighthouse.
+
+    before    the manager's state before it
+    received  the state of another replica, if this one is to heal: it is loaded once all ranks have theirs
+    """
 
     def __init__(self, manager: Manager) -> None:
+        super().__init__(name="quorum", daemon=True)
         self.ended, self.outcome, self._manager = threading.Event(), NO_QUORUM, manager
-        self.began = time.monotonic()
+        self.began, self.before = time.monotonic(), manager.state_dict()
+        self.received: State | None = None
         self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
-        threading.Thread(target=self._run, name="quorum", daemon=True).start()
+        self.start()
 
-    def _run(self) -> None:
+    def run(self) -> None:
         if self._device is not None:
             torch.cuda.set_device(self._device)
         try:
@@ -80,6 +87,9 @@ class _Trial:
             self.outcome = NOT_HEALED if self._manager.errored() is not None else MET
         except (TimeoutError, RuntimeError):
             forget_quorum(self._manager)
+        except Exception as error:  # of a state that is none, or of torchft
+            self._manager.report_error(error)
+            self.outcome = NOT_HEALED
         finally:
             self.ended.set()
 
@@ -116,7 +126,7 @@ class Replicas:
         self.living: tuple[int, ...] = ()
         self.place = table.replica  # until the first quorum
         self.redone = self.stop_signal = 0
-        self._healed = self._is_another = False
+        self._healed = self._is_another = self._has_left = False
         self._num_quorums = 0  # that this group has had
         self._begun: dict[int, Any] = {}  # sums that have begun: the address of their memory -> their work
         self._ask_again_s = ASK_AGAIN_S
@@ -125,9 +135,8 @@ class Replicas:
         self._lighthouse = on_rank_0(self._wait_for_address, files_group())
         self._host = address_towards(self._lighthouse)
         token = on_rank_0(lambda: job_token(folder), files_group())
-        self._transport = Transport(self._host, token, state.tensors, self._heal_timeout)
-        connect = min(self._timeout, timedelta(seconds=CONNECT_WITHIN_S))
-        self._group = group_over_replicas(device, self._host, connect)
+        self._transport = Transport(self._host, token, self._own_state, self._heal_timeout)
+        self._group = group_over_replicas(device, self._host, timedelta(seconds=CONNECT_WITHIN_S), self._timeout)
         self._connection: Connection | None = None  # rank 0's
         self._store: dist.TCPStore | None = None  # of the manager, hosted by rank 0
         self._manager: Manager | None = None
@@ -155,7 +164,7 @@ class Replicas:
         before, self._healed, began = (self.living, self.place), False, time.monotonic()
         while (met := self._meet(began)) != MET:
             if met == LEAVES:
-                self.stop_signal = self._max_in_group(stop.received())
+                self.stop_signal, self._has_left = self._max_in_group(stop.received()), True
                 return False
         assert self._manager is not None, "of this quorum"
         place = self._manager.participating_rank()
@@ -169,6 +178,7 @@ class Replicas:
     def meet_at_end(self) -> None:
         """Meet the others once more after the last step: one that lost another in it heals from this one."""
         self._meet(time.monotonic(), self._timeout.total_seconds())
+        self._transport.finish()  # what is saved now may be other weights, the average of these
 
     def _meet(self, began: float, most_s: float = math.inf) -> int:
         """Try once to get the quorum, and to heal; return MET, or why a rank has not.
@@ -181,6 +191,7 @@ class Replicas:
         if manager is None:
             return LEAVES
         trial, told, mine = _Trial(manager), began, LEAVES
+        late = f"fewer than {self._table.min_replicas} replicas live, or one is late"
         while not self._leaves(began, most_s):
             if trial.ended.wait(0.2):
                 mine = trial.outcome
@@ -188,11 +199,19 @@ class Replicas:
             if self._has_lost_lighthouse(trial):
                 mine = NO_LIGHTHOUSE
                 break
-            told = self._maybe_warn(began, told, f"fewer than {self._table.min_replicas} replicas live, or one is late")
+            receives = self._transport.is_receiving
+            told = self._maybe_warn(began, told, "it receives the state of another one" if receives else late)
         met = self._max_in_group(mine)
+        if met == MET and trial.received is not None:
+            self._lineage = trial.received.rest.pop("lineage")
+            self._training.take(*trial.received)
+            self._healed = True
+        if met != MET:
+            manager.load_state_dict(trial.before)  # also where this rank has received a state, and another has not
         if met == NO_LIGHTHOUSE:
             end(manager)
-            self._state, self._manager = manager.state_dict(), None
+            self._group.abort()  # else others that have this quorum would wait for this one
+            self._state, self._manager = trial.before, None
             if self._connection is not None and self._connection.is_open():
                 # The lighthouse would count the old manager, and its request, among those that live.
                 time.sleep(self._table.heartbeat_timeout_seconds + 1.0)
@@ -210,6 +229,8 @@ class Replicas:
         assert self._store is not None, "of the manager"
         if self._connection is None:
             return bool(self._store.check([_LOST]))
+        if self._transport.is_receiving:  # it has answered
+            return False
         if self._connection.is_open() and time.monotonic() < trial.began + self._ask_again_s:
             return False
         self._ask_again_s *= 2  # or the lighthouse would not see how long this group has waited for another one
@@ -218,7 +239,10 @@ class Replicas:
 
     def _leaves(self, began: float, most_s: float) -> bool:
         waited = time.monotonic() - began
-        return waited > most_s or (stop.received() != 0 and waited > STOP_AFTER_S)
+        return waited > most_s or (stop.received() != 0 and waited > self._stop_after_s())
+
+    def _stop_after_s(self) -> float:
+        return STOP_AFTER_S
 
     def _maybe_warn(self, began: float, told: float, why: str) -> float:
         """Log a warning if the last one, or the beginning, is a while ago; return when it was logged."""
@@ -264,8 +288,8 @@ class Replicas:
         self._manager = new_manager(
             self._group,
             self._transport,
-            self._heal,
-            lambda: State(self._training.tensors(), self._training.give() | {"lineage": self._lineage}),
+            _receive,
+            self._own_state,
             replica_id=self._table.replica or 0,
             min_replicas=self._table.min_replicas,
             lighthouse=self._lighthouse,
@@ -277,6 +301,9 @@ class Replicas:
             vote_timeout=self._timeout + self._heal_timeout,
         )
         self._manager.load_state_dict(self._state)
+
+    def _own_state(self) -> State:
+        return State(self._training.tensors(), self._training.give() | {"lineage": self._lineage})
 
     def _error(self) -> Any:
         return None if self._manager is None else self._manager.errored()
@@ -327,11 +354,6 @@ class Replicas:
             f"{' (' + ', '.join(changes) + ')' if changes else ''}{healed}"
         )
 
-    def _heal(self, state: State) -> None:
-        self._lineage = state.rest.pop("lineage")
-        self._training.take(*state)
-        self._healed = True
-
     def gather(self, numbers: list[int]) -> list[list[int]]:
         """Return the same list of every living replica's same rank; of this one alone if a replica is lost, or did
         another step than the others."""
@@ -343,8 +365,11 @@ class Replicas:
         options.timeout = self._heal_timeout if self._group.is_new else self._timeout  # one of a new one may heal
         self._group.is_new = False
         try:
+            self._group.allow(options.timeout)
             self._wait(self._group.allgather([everyones], [mine], options))
             told = [each.tolist() for each in everyones]
+            if (problem := self._group.errored()) is not None:  # an aborted message of NCCL raises nothing
+                raise RuntimeError(str(problem))
         except RuntimeError as error:
             self._report(error)
             return [numbers]
@@ -397,6 +422,7 @@ class Replicas:
         """Begin the sum of a tensor over the replicas, in place, and return the work; None if a replica is lost."""
         options = AllreduceOptions()  # of a sum
         options.timeout = self._timeout
+        self._group.allow(options.timeout)
         try:
             return None if self._error() is not None else self._group.allreduce([tensor], options)
         except RuntimeError as error:
@@ -408,13 +434,16 @@ class Replicas:
         assert self._manager is not None, "of this quorum"
         committed = bool(self._manager.should_commit())
         if committed:
-            self._lineage = zlib.crc32(repr((self._lineage, self.living)).encode())
+            self._extend_lineage()
         else:
             self.note_loss("step")
             if self._max_in_group(self._is_another):
                 self._manager.load_state_dict({"step": 0, "batches_committed": 0})  # so that it heals
                 self._is_another = False
         return committed
+
+    def _extend_lineage(self) -> None:
+        self._lineage = zlib.crc32(repr((self._lineage, self.living)).encode())
 
     def note_loss(self, what: str) -> None:
         """Count what is done anew, for a replica was lost in it, and log it."""
@@ -425,8 +454,9 @@ class Replicas:
 
     @property
     def saves(self) -> bool:
-        """Whether this replica saves the checkpoints: one does."""
-        return self.place == 0
+        """Whether this replica saves the checkpoints: one does, and each that leaves while it waits for others, which
+        may be lost."""
+        return self.place == 0 or self._has_left
 
     def numbers(self) -> dict[str, float]:
         """Return the numbers to log: replicas that live, steps done anew, and seconds that healing took."""
@@ -441,10 +471,19 @@ class Replicas:
         return {"this": self._table.replica, "living": list(self.living), "of": self._table.replicas, **self.numbers()}
 
     def close(self) -> None:
-        """Leave the others, which notice it as a loss."""
+        """Leave the others, which notice it as a loss; again it does nothing."""
         if self._manager is not None:
             end(self._manager)
+            self._manager = None
+        self._group.abort()
         self._transport.close()
+
+
+def _receive(state: State) -> None:
+    """Keep the state that a trial has received."""
+    trial = threading.current_thread()
+    assert isinstance(trial, _Trial), "a manager heals in its quorum"
+    trial.received = state
 
 
 def _first_line(error: Any) -> str:

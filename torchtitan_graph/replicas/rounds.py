@@ -36,6 +36,8 @@ from torchtitan_graph.replicas import TrainingState
 from torchtitan_graph.replicas.outer import Outer
 from torchtitan_graph.replicas.replicas import Replicas
 
+STOP_IN_ROUND_AFTER_S = 60.0  # of waiting for the others at a round's end a signal to stop ends it
+
 
 class _DiLoCo(DiLoCo):
     """torchft's, whose state is among the tensors that `Replicas` sends."""
@@ -68,14 +70,17 @@ class Rounds(Replicas):
         counted: list[int],
     ) -> None:
         """Meet the lighthouse, as `Replicas`. `outer` is the state of DiLoCo; without it, the method is LocalSGD."""
-        self._method: LocalSGD | DiLoCo | None = None
+        self._local_sgd: LocalSGD | None = None
+        self._fragments: list[Fragment] = []
+        self._is_behind = False  # whether this group has synchronised apart from the others, and heals
+        self.is_training = False
         super().__init__(table, folder, device, state, step=0)
         trained = nn.ParameterList(p for p in model.parameters() if p.requires_grad)
         self._local_sgd = LocalSGD(self._manager, trained, optimizer, table.sync_steps)
         self._fragments = [] if outer is None else self._new_fragments(optimizer, outer)
         self._every = table.sync_steps // max(1, len(self._fragments))
         self._delay = table.fragment_sync_delay if self._fragments else 0
-        self.is_training = self.is_starting = self.is_sent = self.is_synchronised = False
+        self.is_starting = self.is_sent = self.is_synchronised = False
         self.counted, self.own = counted, [0] * len(counted)
 
     def _new_fragments(self, optimizer: torch.optim.Optimizer, outer: Outer) -> list[Fragment]:
@@ -102,10 +107,13 @@ class Rounds(Replicas):
 
     def _make_manager(self, host: str, port: int) -> None:
         super()._make_manager(host, port)
-        if self._method is not None:  # the lighthouse was lost
-            self._method._manager = self._manager
-            for fragment in getattr(self._method, "_fragments", ()):
-                fragment._manager = self._manager
+        for each in (self._local_sgd, *self._fragments):  # of the manager before
+            if each is not None:
+                each._manager = self._manager
+
+    def _stop_after_s(self) -> float:
+        """A signal lets a group that has trained a round wait for the others, which may be slower."""
+        return STOP_IN_ROUND_AFTER_S if self.is_training else super()._stop_after_s()
 
     def _current(self) -> int:
         assert self._manager is not None, "of this quorum"
@@ -122,11 +130,14 @@ class Rounds(Replicas):
         """Wait for the quorum, as `join`; return whether this group's part of the steps is now another, or its
         state."""
         round_number = -(-step // self._every)  # of the round that this step is in, or ends
-        number = 2 * round_number - self.is_training
+        number = 0 if self._is_behind else 2 * round_number - self.is_training
         self._state = {"step": number, "batches_committed": 0}
         if self._manager is not None:
             self._manager.load_state_dict(self._state)
         changed = self.join()
+        if self.stop_signal:
+            return changed
+        self._is_behind = False
         self.is_starting = self._current() % 2 == 0
         return changed
 
@@ -137,12 +148,12 @@ class Rounds(Replicas):
     def send(self, step: int) -> None:
         """Begin to average over the groups that live; only DiLoCo does so ahead of `end`."""
         self.is_training = self.is_sent = True
+        self._transport.disallow_checkpoint()  # those that heal have come to the exchange, or are lost
         if (fragment := self._fragment(step)) is not None:
             fragment.prepare_sync()
 
     def end(self, step: int) -> bool:
         """End the round with the average; return the vote. After a no the parameters are as they were."""
-        self._transport.disallow_checkpoint()  # those that heal have come to the exchange, or are lost
         if (fragment := self._fragment(step)) is not None:
             trained = [(p, local_part(p).detach().clone()) for p in fragment._model_fragment.parameters()]
             committed = fragment.perform_sync()
@@ -151,10 +162,14 @@ class Rounds(Replicas):
                     local_part(p).detach().copy_(before)
         else:
             number = self._current()
+            assert self._local_sgd is not None, "without fragments"
             self._local_sgd._perform_sync()
             committed = self._current() > number
-        if not committed:
+        if committed:
+            self._extend_lineage()
+        else:
             self.note_loss("synchronisation")
+            self._is_behind, self._is_another = bool(self._max_in_group(self._is_another)), False
         self.is_sent, self.is_synchronised = False, committed
         return committed
 

@@ -10,7 +10,7 @@ from torchtitan_graph.config.job import OPTIONS, get
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
 
-_NOT_COMPARED = ("job.config_file", "job.allow_changed")  # not in the file; about one start only
+_NOT_COMPARED = ("job.config_file", "job.allow_changed", "fault_tolerance.lighthouse")  # about one start only
 
 
 def check_drift(saved: Path, config: JobConfig, place: str | None = None) -> None:

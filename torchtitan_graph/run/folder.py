@@ -22,7 +22,16 @@ from torchtitan_graph.run.drift import check_drift
 from torchtitan_graph.run.failure import release_reserve, reserve
 from torchtitan_graph.run.hang import TRACES
 from torchtitan_graph.run.lock import Lock
-from torchtitan_graph.run.status import FAILED, HEARTBEAT_S, STARTUP, WAITING, Status, activity_of
+from torchtitan_graph.run.status import (
+    FAILED,
+    FINISHED,
+    HEARTBEAT_S,
+    STARTUP,
+    WAITING,
+    Status,
+    activity_of,
+    read_status,
+)
 from torchtitan_graph.small_files import BadFile, read_small, write_text
 
 
@@ -114,18 +123,18 @@ class RunFolder:
         table = config.fault_tolerance
         others = [replica_folder(config, number) for number in range(table.replicas) if number != table.replica]
         most_s = float(table.join_timeout_seconds)
-        on_rank_0(lambda: self._wait_for_replicas(others, most_s), files_group())
+        on_rank_0(lambda: self._wait_for_replicas(others, most_s, config.training.steps), files_group())
 
-    def _wait_for_replicas(self, others: Sequence[Path], most_s: float) -> None:
+    def _wait_for_replicas(self, others: Sequence[Path], most_s: float, steps: int) -> None:
         assert self.status is not None, "rank 0 has it"
         begin = told = time.monotonic()
         with self.status.during(WAITING):
             self.status.write()  # the others look for it
             while not stop.received() and (now := time.monotonic()) < begin + most_s:
                 doing = [activity_of(path) for path in others]
-                if all(each == WAITING for each in doing) or any(
-                    each not in (None, STARTUP, WAITING) for each in doing
-                ):
+                if all(each == WAITING for each in doing) or {*doing} - {None, STARTUP, WAITING}:
+                    break
+                if any(_has_finished(other, steps) for other in others):
                     break
                 if now > told + 10:
                     told = now
@@ -195,3 +204,9 @@ def _compare_remote(address: str, config: JobConfig, compared: bytes | None) -> 
                 remote.put(saved.parent, [CONFIG])
         if is_there and saved.exists() and read_small(saved) != compared:
             check_drift(saved, config, place=f"{remote.address}/{CONFIG}")
+
+
+def _has_finished(other: Path, steps: int) -> bool:
+    """Return whether another replica group has done all steps of this run."""
+    status = read_status(other)
+    return status is not None and status["state"] == FINISHED and status["step"] >= steps

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from torchtitan_graph.graph.edit import is_view
+from torchtitan_graph.graph.edit import aliased, is_view
 
 _SPLIT = torch.ops.aten.split_with_sizes.default
+_OWN_STRIDES = torch.ops.aten.as_strided.default
 
 _take: Callable[[Tensor], None] | None = None
 
@@ -64,10 +65,13 @@ def find_made(graph: Graph, places: Collection[int]) -> list[tuple[Node, Node]]:
 
 
 def _memory(node: Node) -> Node:
-    """Return the node that makes the memory of a node's value."""
-    while is_view(node) and not (node.target is operator.getitem and not is_view(_source(node))):
-        node = _source(node)
-    return node
+    """Return the node that makes the memory of a node's value: of a view and of a write in place an earlier one."""
+    while True:
+        if node.target is operator.getitem and not is_view(_source(node)):
+            return node
+        if not (is_view(node) or aliased(node)):
+            return node
+        node = _source(node) if is_view(node) else aliased(node)[0][0]
 
 
 def _source(node: Node) -> Node:
@@ -83,11 +87,12 @@ def _uses(memory: Node) -> tuple[set[Node], list[Node]]:
         for user in left.pop().users:
             if user.op == "output" or user in views:
                 continue
-            if is_view(user) and _source(user) in views:
+            is_only_view = is_view(user) and _source(user) in views
+            if not is_only_view:
+                users.append(user)
+            if is_only_view or any(source in views for source, _ in aliased(user)):  # its value is this memory
                 views.add(user)
                 left.append(user)
-            else:
-                users.append(user)
     return views, users
 
 
@@ -97,7 +102,18 @@ def _are_apart(gradients: list[Node]) -> bool:
         x.stride(i) == 0 and x.shape[i] > 1 for x in (node.meta["val"] for node in gradients) for i in range(x.ndim)
     ):
         return False
-    return len(gradients) == 1 or len({*map(_part, gradients)} - {None}) == len(gradients)
+    if any(_is_strided(node) for node in gradients):
+        return False
+    parts = {*map(_part, gradients)} - {None}
+    return len(gradients) == 1 or (len(parts) == len(gradients) and len({split for split, _ in parts}) == 1)  # type: ignore[misc]
+
+
+def _is_strided(node: Node) -> bool:
+    while is_view(node):
+        if node.target is _OWN_STRIDES:
+            return True
+        node = _source(node)
+    return False
 
 
 def _part(node: Node) -> tuple[Node, int] | None:

@@ -14,13 +14,13 @@ pytest.importorskip("torchft", reason="replica groups need torchft")
 from torchtitan_graph.replicas.manager import GlooOverReplicas
 from torchtitan_graph.replicas.replicas import Replicas
 
-LONG = timedelta(hours=1)
+LONG, SHORT = timedelta(hours=1), timedelta(seconds=2)
 
 
 @pytest.fixture
 def pair() -> Iterator[list[GlooOverReplicas]]:
     """The same rank of two replicas, in two threads' groups."""
-    groups, store = [GlooOverReplicas("127.0.0.1", LONG) for _ in range(2)], dist.HashStore()
+    groups, store = [GlooOverReplicas("127.0.0.1", LONG, SHORT) for _ in range(2)], dist.HashStore()
 
     def connect(rank: int) -> None:
         groups[rank]._pg = groups[rank]._create_pg(store, rank, 2)
@@ -71,4 +71,12 @@ def test_another_rank_that_has_noticed_a_loss_ends_the_wait_and_the_group_is_lef
 
 def test_else_the_wait_ends_with_the_time_that_the_message_may_take(pair: list[GlooOverReplicas]) -> None:
     with pytest.raises(RuntimeError, match="(?i)timed out"):
-        waiting(dist.HashStore())._wait(sum_of(pair[0], torch.ones(3), timedelta(seconds=2)))
+        waiting(dist.HashStore())._wait(sum_of(pair[0], torch.ones(3), SHORT))
+
+
+def test_a_message_whose_options_do_not_say_takes_as_long_as_one_may_and_not_as_connecting(
+    pair: list[GlooOverReplicas],
+) -> None:
+    """As torchft's own messages, of LocalSGD and DiLoCo."""
+    with pytest.raises(RuntimeError, match="(?i)timed out"):
+        pair[0].allreduce([torch.ones(3)], AllreduceOptions()).wait()

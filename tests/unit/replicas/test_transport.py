@@ -1,8 +1,9 @@
 """State for a replica that heals: what is sent is what arrives, and nothing else is taken."""
 
+import contextlib
 import http.server
 import io
-import json
+import socket
 import struct
 import threading
 import time
@@ -32,6 +33,7 @@ def tensors(seed: int = 0) -> dict[str, Tensor]:
 
 
 def given(seed: int = 0, **rest: Any) -> dict[str, Any]:
+    rest = {"schedule": {"num_steps_done": 7}} | rest
     return {"user": {"default": State(tensors(seed), rest)}, "torchft": {"step": 7, "batches_committed": 3}}
 
 
@@ -41,7 +43,8 @@ def make() -> Iterator[Any]:
 
     def transport(token: str = "secret", mine: dict[str, Tensor] | None = None, seconds: float = 20) -> Transport:
         there = tensors(1) if mine is None else mine
-        made.append(Transport("127.0.0.1", token, lambda: there, timedelta(seconds=seconds)))
+        own = State(there, {"schedule": {"num_steps_done": 0}})
+        made.append(Transport("127.0.0.1", token, lambda: own, timedelta(seconds=seconds)))
         return made[-1]
 
     yield transport
@@ -111,24 +114,45 @@ def test_the_state_does_not_change_while_it_is_sent(make: Any) -> None:
     there = make()
     state = {"user": {"default": State(big, {})}, "torchft": {}}
     there.send_checkpoint([1], 7, state, timedelta(seconds=1))
-    with there.serving(7) as served:
+    sender, receiver = socket.socketpair()
+    with sender, receiver, there.serving(7, sender) as served:
         assert served is not None
         ended = threading.Thread(target=there.disallow_checkpoint)
         ended.start()
         time.sleep(0.2)
         assert ended.is_alive() and not there.is_served()
+        assert receiver.recv(1) == b"", "a receiver that reads slowly is cut off"
     ended.join(5)
     assert not ended.is_alive()
 
 
-def answering(body: bytes, pause_s: float = 0.0) -> http.server.HTTPServer:
+@pytest.fixture
+def answering() -> Iterator[Any]:
+    """Servers that know the token, if it is given, and answer anything."""
+    made: list[http.server.HTTPServer] = []
+
+    def serve(body: bytes, member: Transport | None = None, pause_s: float = 0.0) -> str:
+        made.append(hostile(body, member, pause_s))
+        return f"http://127.0.0.1:{made[-1].server_address[1]}"
+
+    yield serve
+    for server in made:
+        server.shutdown()
+        server.server_close()
+
+
+def hostile(body: bytes, member: Transport | None, pause_s: float) -> http.server.HTTPServer:
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(200)
+            if member is not None:
+                self.send_header("X-Proof", member.proof("has", self.headers["Authorization"].split()[0]))
             self.end_headers()
-            self.wfile.write(body)
-            self.wfile.flush()
-            time.sleep(pause_s)
+            with contextlib.suppress(OSError):
+                for byte in body if pause_s else ():
+                    time.sleep(pause_s)
+                    self.wfile.write(bytes([byte]))
+                self.wfile.write(b"" if pause_s else body)
 
         def log_message(self, format: str, *args: object) -> None:
             pass
@@ -138,10 +162,54 @@ def answering(body: bytes, pause_s: float = 0.0) -> http.server.HTTPServer:
     return server
 
 
-def whole() -> bytes:
+GOOD = {"rest": {"schedule": {}}, "torchft": {"step": 7, "batches_committed": 3}}
+
+
+def whole(rest: Any = GOOD) -> bytes:
     file = io.BytesIO()
-    send(file.write, State(tensors(1), {"rest": {}, "torchft": {}}), lambda: True)
+    send(file.write, State(tensors(1), rest), lambda: True)
     return file.getvalue()
+
+
+def test_who_answers_has_to_know_the_token_which_is_not_sent(make: Any, answering: Any) -> None:
+    here = make()
+    assert here.recv_checkpoint(1, answering(whole(), here), 7, timedelta(seconds=1))["torchft"]["step"] == 7
+    for other in (None, make("another")):
+        with pytest.raises(HealError, match="does not know the job's token"):
+            here.recv_checkpoint(1, answering(whole(), other), 7, timedelta(seconds=1))
+    # What is said to one address is of no use at another.
+    asked = here.proof("asks", "http://127.0.0.1:1", 7, "nonce")
+    assert here.is_asked_by_member(f"nonce {asked}", "7") is None
+    assert here.is_asked_by_member(f"nonce {here.proof('asks', here.metadata(), 7, 'nonce')}", "7") == "nonce"
+
+
+@pytest.mark.parametrize(
+    "address", ["", "x", "http://[", "file:///etc/passwd", "https://127.0.0.1:1", "http://h:\u0661"]
+)
+def test_only_an_address_of_a_replica_is_asked(make: Any, address: str) -> None:
+    with pytest.raises(HealError, match="no address of a replica"):
+        make().recv_checkpoint(1, address, 7, timedelta(seconds=1))
+
+
+@pytest.mark.parametrize(
+    ("rest", "why"),
+    [
+        ({"rest": {}, "torchft": GOOD["torchft"]}, "schedule is not in both"),
+        ({"rest": {"schedule": {}, "more": 1}, "torchft": GOOD["torchft"]}, "more is not in both"),
+        ({"rest": {"schedule": 1}, "torchft": GOOD["torchft"]}, "schedule is a int, here a dict"),
+        ({"rest": {"schedule": {}}, "torchft": {}}, "batches_committed is not in both"),
+        ({"rest": {"schedule": {}}, "torchft": [["step", 1]]}, "torchft is a list, here a dict"),
+        ({"rest": {"schedule": {}}, "torchft": {"step": float("nan"), "batches_committed": 1}}, "step is a float"),
+        ({"rest": {"schedule": {}}, "torchft": {"step": 7, "batches_committed": -1}}, "negative"),
+        ([], "is a list, not an object"),
+    ],
+)
+def test_a_state_with_other_parts_is_refused_before_any_is_taken(
+    make: Any, answering: Any, rest: Any, why: str
+) -> None:
+    here = make()
+    with pytest.raises(HealError, match=why):
+        here.recv_checkpoint(1, answering(whole(rest), here), 7, timedelta(seconds=1))
 
 
 @pytest.mark.parametrize(
@@ -154,23 +222,18 @@ def whole() -> bytes:
         struct.pack("<Q", 3) + b"{]}",
         struct.pack("<Q", 2) + b"[]",
         struct.pack("<Q", 2) + b"{}",
+        struct.pack("<Q", 200_000) + b"[" * 200_000,  # nests too deeply
         b"\x80\x04\x95" + bytes(100),  # a pickle
     ],
 )
-def test_malformed_answers_are_one_error(make: Any, body: bytes) -> None:
-    server, here = answering(body), make()
-    address = f"http://127.0.0.1:{server.server_address[1]}"
-    with pytest.raises(HealError, match="did not send the state of step 7"):
-        here.recv_checkpoint(1, address, 7, timedelta(seconds=1))
-    server.shutdown()
-    server.server_close()
+def test_malformed_answers_are_one_error(make: Any, answering: Any, body: bytes) -> None:
+    here = make()
+    with pytest.raises(HealError, match="did not send the state of step 7") as error:
+        here.recv_checkpoint(1, answering(body, here), 7, timedelta(seconds=1))
+    assert "token" not in str(error.value) and len(str(error.value)) < 700
 
 
-def test_it_takes_no_longer_than_its_limit(make: Any) -> None:
-    header = json.dumps({"__metadata__": {"state": '{"rest": {}, "torchft": {}}'}}).encode()
-    server, here = answering(struct.pack("<Q", len(header)) + header, pause_s=0.5), make(seconds=-1)
-    address = f"http://127.0.0.1:{server.server_address[1]}"
+def test_it_takes_no_longer_than_its_limit_however_slowly_bytes_come(make: Any, answering: Any) -> None:
+    here = make(seconds=1)  # all of it would take minutes
     with pytest.raises(HealError, match="heal_timeout_seconds"):
-        here.recv_checkpoint(1, address, 7, timedelta(seconds=1))
-    server.shutdown()
-    server.server_close()
+        here.recv_checkpoint(1, answering(whole(), here, pause_s=0.2), 7, timedelta(seconds=1))

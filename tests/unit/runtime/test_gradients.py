@@ -83,6 +83,15 @@ def test_a_write_to_a_gradient_is_a_use() -> None:
     assert memory == "mul" and last.startswith("add_")
 
 
+def test_the_result_of_a_write_in_place_is_the_same_memory() -> None:
+    def step(x: Tensor) -> list[Tensor]:
+        made = x * 2
+        more = torch.ops.aten.mul_.Tensor(made.view(-1), 3)
+        return [made, more + 1, x * 3]
+
+    assert made(step, [0, 2], X) == [("add", "mul"), ("mul_1", "mul_1")]
+
+
 def test_parts_of_one_block_are_taken_as_one() -> None:
     def step(x: Tensor) -> list[Tensor]:
         one, two = torch.ops.aten.split_with_sizes(x * 2, [1, 3])
@@ -98,10 +107,23 @@ def test_parts_of_one_block_are_taken_as_one() -> None:
         lambda x: [x.view(-1)],  # an input
         lambda x: [(x * 2)[:1].expand(4, 6)],  # an element in several places, which is copied
         lambda x: (lambda y: [y, y.view(-1)])(x * 2),  # a result that is no gradient
+        lambda x: (lambda y: [y, torch.ops.aten.mul_.Tensor(y.view(-1), 3)])(x * 2),  # the same
+        lambda x: [torch.ops.aten.mul_.Tensor(x, 2)],  # an input, written to
+        lambda x: [(x * 2).as_strided((3, 3), (1, 1))],  # elements in several places
     ],
 )
 def test_memory_that_is_more_than_a_gradients_is_left_alone(step: Callable[..., Any]) -> None:
     assert made(step, [0], X) == []
+
+
+def test_parts_of_two_splits_overlap() -> None:
+    def step(x: Tensor) -> list[Tensor]:
+        made = x * 2
+        one, _ = torch.ops.aten.split_with_sizes(made, [2, 2])
+        _, two = torch.ops.aten.split_with_sizes(made, [1, 3])
+        return [one, two]
+
+    assert made(step, [0, 1], X) == []
 
 
 def test_gradients_that_overlap_are_left_alone() -> None:

@@ -5,6 +5,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -17,6 +18,7 @@ import pytest
 
 pytest.importorskip("torchft", reason="replica groups need torchft")
 
+from groups import groups
 from replica_kills import LAYOUTS, Death, Storm, compare, reference
 from runs import EAGER, TINY, Command, numbers, saved, train
 
@@ -82,6 +84,53 @@ def test_the_loss_of_one_group_ends_what_the_others_wait_for_from_each_other(tmp
 def test_a_group_that_is_killed_comes_back_and_no_bit_differs(tmp_path: Path) -> None:
     found = kill_one(tmp_path, "1", 2, 70, 1, 0.5)
     assert found["equal among replicas"] == found["equal to HSDP"] == found["rank-steps"] > 70
+
+
+def heal_slowly() -> None:
+    """In a rank: receive a state slowly, and ask the lighthouse again soon."""
+    from torchtitan_graph.replicas import replicas
+    from torchtitan_graph.replicas.transport import Transport
+
+    replicas.ASK_AGAIN_S = 1.0
+    receive = Transport.recv_checkpoint
+
+    def receive_slowly(self: Transport, *given: Any, **named: Any) -> Any:
+        self.is_receiving = True
+        time.sleep(5)
+        return receive(self, *given, **named)
+
+    Transport.recv_checkpoint = receive_slowly  # type: ignore[method-assign]
+
+
+@pytest.mark.slow
+def test_a_heal_that_takes_long_is_no_lost_lighthouse(tmp_path: Path) -> None:
+    """A group comes back, and receives the state for longer than the lighthouse may take: once is enough."""
+    words = [*EAGER, *FP32, "--training.global_batch_size", "4", "--training.local_batch_size", "2"]
+    with groups(tmp_path, *words, "--training.steps", "1000", "--checkpoint.interval", "100") as run:
+        run.start(0, 1)
+        run.running[0].wait_for(tmp_path / "checkpoint" / "step-100")
+        run.running[1].kill()
+        run.start(1, patch=heal_slowly)
+        results = run.finish()
+    assert results[1].output.count("healed in") == 1
+    every = [numbers(tmp_path / f"replica_{number}") for number in range(2)]
+    assert sorted(every[0]) == [*range(1, 1001)] and len(every[1]) < 1000
+    assert every[1] == {step: every[0][step] for step in every[1]}
+
+
+def test_a_signal_to_the_launcher_of_all_groups_saves_and_a_start_goes_on(tmp_path: Path) -> None:
+    words = [*EAGER, *FP32, "--training.global_batch_size", "4", "--training.local_batch_size", "2"]
+    words += ["--checkpoint.interval", "1000", "--fault_tolerance.enable", "--job.dump_folder", str(tmp_path)]
+    launch = [sys.executable, "-m", "torchtitan_graph.launch", "--job.config_file", TINY, *words]
+    run = Command(*launch, "--training.steps", "100000", NGPU="1")
+    run.wait_for(tmp_path / "replica_1" / "metrics.jsonl")
+    while run.process.poll() is None and not numbers(tmp_path / "replica_1"):
+        time.sleep(0.1)
+    run.process.send_signal(signal.SIGTERM)
+    result = run.finish()
+    assert result.code == 0, result.output
+    (step,) = list_steps(tmp_path / "checkpoint")
+    assert step == max(numbers(tmp_path / "replica_0")) and f"stopped by SIGTERM after step {step}" in result.output
 
 
 @pytest.mark.slow

@@ -374,3 +374,33 @@ def test_groups_that_are_stopped_go_on_with_every_bit(options: list[str], tmp_pa
         assert saved(stopped / folder, 12) == saved(whole / folder, 12)
         assert numbers(stopped / folder) == numbers(whole / folder)
     assert saved(whole / "replica_0", 12) != saved(whole / "replica_1", 12), "the moments are each group's own"
+
+
+def walk_slowly(pace: float) -> None:
+    """In a rank: wait in each step, and ask the lighthouse again soon."""
+    from torchtitan_graph.replicas import replicas
+    from torchtitan_graph.steps import Steps
+
+    replicas.ASK_AGAIN_S = 2.0
+    train = Steps.train
+
+    def train_slowly(*given: Any) -> Any:
+        time.sleep(pace)
+        return train(*given)
+
+    Steps.train = train_slowly  # type: ignore[method-assign]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [LOCAL_SGD, STREAMING], ids=["local_sgd", "streaming"])
+def test_a_group_that_waits_long_has_a_new_manager_and_goes_on(options: list[str], tmp_path: Path) -> None:
+    with groups(tmp_path, *COMMON, *options, *TOGETHER) as run:
+        run.start(0, patch=partial(walk_slowly, 0.0))
+        run.start(1, patch=partial(walk_slowly, 1.5))
+        run.finish()
+    told = [numbers(tmp_path / f"replica_{number}") for number in range(2)]
+    assert sorted(told[0]) == sorted(told[1]) == [*range(1, 9)]
+    ends = [saved(tmp_path / f"replica_{number}", 8) for number in range(2)]
+    assert {k: v for k, v in ends[0].items() if k.startswith("model.")} == {
+        k: v for k, v in ends[1].items() if k.startswith("model.")
+    }

@@ -392,7 +392,7 @@ def walk_slowly(pace: float) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [LOCAL_SGD, STREAMING], ids=["local_sgd", "streaming"])
+@pytest.mark.parametrize("options", [LOCAL_SGD, DILOCO], ids=["local_sgd", "diloco"])
 def test_a_group_that_waits_long_has_a_new_manager_and_goes_on(options: list[str], tmp_path: Path) -> None:
     with groups(tmp_path, *COMMON, *options, *TOGETHER) as run:
         run.start(0, patch=partial(walk_slowly, 0.0))

@@ -1,6 +1,6 @@
 """Replica groups that outlive each other: who lives, the sum of their gradients, the vote, and healing.
 
-torchft, an optional package, is imported by `manager`, `replicas` and `transport` alone.
+torchft, an optional package, is imported by `manager`, `replicas`, `rounds` and `transport` alone.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""torchft's manager and its process groups, set up as this package needs them; private names of torchft are here alone.
+"""torchft's manager and its process groups, set up as this package needs them. Its private names are here, and in
+`rounds`.
 
 torchft 0.2.0: the manager's server listens on every address, and a gloo group has several threads (see
 `one_thread_per_gloo_group`) and the interface of the host's name. After the loss of the lighthouse a request for a

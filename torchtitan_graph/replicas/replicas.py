@@ -20,7 +20,7 @@ then differ by rounding, at the same step. So each state has a number that says 
 in each exchange, and one that differs from the first heals from it.
 
 So a step has the same rows and the same denominator whoever lives. While all live, the sums are those of the axis
-dp_replicate, in the same order; with fewer, they are taken in another order.
+dp_replicate, in the same order where messages are the same; with fewer, they are taken in another order.
 """
 
 from __future__ import annotations

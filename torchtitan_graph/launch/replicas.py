@@ -97,15 +97,16 @@ def run(config: JobConfig, options: Sequence[str], num_ranks: int) -> int:
                 child.process.terminate()
         for child in (*groups, server):
             child.process.wait()
-    if code == 0 and not signals and (problem := _find_unsaved(config, groups)):
+    if code == 0 and not signals and (problem := find_unsaved(config)):
         logger.error(problem)
         return FAULT
     return code
 
 
-def _find_unsaved(config: JobConfig, groups: Sequence[Group]) -> str | None:
+def find_unsaved(config: JobConfig) -> str | None:
     """Return what to do if the last step of a run that has ended is not saved, for the group that saved it died."""
-    done = max((status["step"] for status in map(read_status, (group.folder for group in groups)) if status), default=0)
+    folders = (replica_folder(config, number) for number in range(config.fault_tolerance.replicas))
+    done = max((status["step"] for status in map(read_status, folders) if status), default=0)
     saves = config.checkpoint.enable and not config.checkpoint.load_only
     if not saves or config.fault_tolerance.semi_sync_method is not None:  # then each group saves its own
         return None

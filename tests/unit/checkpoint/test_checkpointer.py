@@ -1,6 +1,7 @@
 """What is saved when, what is loaded, and what is refused."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torchtitan_graph.checkpoint import (
     find_likely,
     load_model,
 )
+from torchtitan_graph.checkpoint import folder as folder_module
 from torchtitan_graph.checkpoint.folder import name_for_model, newest_below
 from torchtitan_graph.checkpoint.metadata import read_metadata
 from torchtitan_graph.config import job
@@ -565,3 +567,25 @@ def test_the_state_of_diloco_is_saved_with_the_rest_and_missed_where_it_is_not(t
     without.train(4)
     with pytest.raises(UserError, match="is of another method:\n  missing: outer.original\n(.|\n)*semi_sync_method"):
         with_outer(seed=0, fill=0.0).load()
+
+
+def test_two_replica_groups_may_save_and_delete_the_same_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Run(tmp_path, **full(interval=2)).train(6)
+    for number in range(2):  # both have written step 8, and neither sees what the other renames meanwhile
+        shutil.copytree(tmp_path / "step-6", tmp_path / f"step-8.tmp-{number}")
+    lexists, answers = os.path.lexists, iter([False])
+    folder_module.commit(tmp_path / "step-8.tmp-0")
+    monkeypatch.setattr(folder_module.os.path, "lexists", lambda path: next(answers, None) or lexists(path))
+    folder_module.commit(tmp_path / "step-8.tmp-1")
+    monkeypatch.undo()
+    rename = folder_module._rename
+
+    def after_the_other(old: Path, new: Path) -> None:
+        shutil.rmtree(old)
+        rename(old, new)
+
+    monkeypatch.setattr(folder_module, "_rename", after_the_other)
+    folder_module.prune(tmp_path / "step-8", keep_latest_k=2, keep_every=0)
+    assert saved(tmp_path) == ["step-6", "step-8"]

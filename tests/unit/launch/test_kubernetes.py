@@ -142,6 +142,7 @@ def test_final_exit_codes_end_the_job_and_all_options_have_their_effect(capsys: 
         (["--", "--job.dump_folder", "outputs"], "add --job.dump_folder /shared/first after --"),
         (["--", *TRAINING, "--training.stepz", "3"], "did you mean training.steps?"),
         (["--", *TRAINING, "--parallelism.tensor_parallel_degree", "3"], "the degrees must multiply"),
+        (["--", *TRAINING, "--fault_tolerance.enable"], "manifests of replica groups are not made"),
     ],
 )
 def test_what_is_wrong_is_named(words: list[str], said: str) -> None:

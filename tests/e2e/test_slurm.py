@@ -249,7 +249,7 @@ def test_dump_folder_must_be_mounted(cluster: Callable[..., str], host: dict[str
 def test_an_array_of_replica_groups_outlives_a_node(cluster: Callable[..., str], tmp_path: Path) -> None:
     """A group in each element: the node of one dies, the other's steps go on; the element comes back and heals."""
     run, steps = tmp_path / "run", 150
-    words = ["sbatch", "--array=0-1", "--nodes=1", "--ntasks-per-node=1", "--parsable", "--time=20"]
+    words = ["sbatch", "--array=0-1", "--exclusive", "--nodes=1", "--ntasks-per-node=1", "--parsable", "--time=20"]
     words += [str(REPOSITORY / "multinode_trainer.slurm"), "--job.dump_folder", str(run), *SLOW, *EAGER]
     words += ["--training.steps", str(steps), "--fault_tolerance.enable", "--validation.no-enable"]
     words += ["--fault_tolerance.heartbeat_timeout_seconds", "2", "--training.global_batch_size", "4"]

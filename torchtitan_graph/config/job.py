@@ -938,7 +938,7 @@ class FaultTolerance:
         "Address of the lighthouse, which knows the groups that live, such as http://host:29510; auto: as dump_folder"
         " says, where python -m torchtitan_graph.launch.lighthouse writes it. Unless it is on loopback, the groups"
         " listen on this machine's address in its network.",
-        pattern=r"auto|http://[\w.-]+:\d{1,5}",
+        pattern=r"auto|http://[A-Za-z0-9_.-]+:[0-9]{1,5}",
         means="auto or http://HOST:PORT",
     )
     timeout_seconds: int = option(

@@ -303,6 +303,7 @@ class Replicas:
         self._manager.load_state_dict(self._state)
 
     def _own_state(self) -> State:
+        """Return all state of this rank."""
         return State(self._training.tensors(), self._training.give() | {"lineage": self._lineage})
 
     def _error(self) -> Any:
@@ -480,7 +481,7 @@ class Replicas:
 
 
 def _receive(state: State) -> None:
-    """Keep the state that a trial has received."""
+    """Store the received state in the trial whose thread this is; `_meet` loads it."""
     trial = threading.current_thread()
     assert isinstance(trial, _Trial), "a manager heals in its quorum"
     trial.received = state

@@ -1,4 +1,4 @@
-"""Take a step's gradients as a graph makes them, while it still runs."""
+"""Insert calls into a graph that pass on each gradient once it is computed, while the graph still runs."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ def taking(take: Callable[[Tensor], None]) -> Iterator[None]:
 
 
 def is_taking() -> bool:
+    """Return whether graphs that run now pass on their gradients."""
     return _take is not None
 
 

@@ -105,11 +105,11 @@ def run(config: JobConfig, options: Sequence[str], num_ranks: int) -> int:
 
 def find_unsaved(config: JobConfig) -> str | None:
     """Return what to do if the last step of a run that has ended is not saved, for the group that saved it died."""
-    folders = (replica_folder(config, number) for number in range(config.fault_tolerance.replicas))
-    done = max((status["step"] for status in map(read_status, folders) if status), default=0)
     saves = config.checkpoint.enable and not config.checkpoint.load_only
     if not saves or config.fault_tolerance.semi_sync_method is not None:  # then each group saves its own
         return None
+    folders = (replica_folder(config, number) for number in range(config.fault_tolerance.replicas))
+    done = max((status["step"] for status in map(read_status, folders) if status), default=0)
     saved = max(list_steps(checkpoint_folder(config)), default=0)
     if saved >= done:
         return None

@@ -65,11 +65,8 @@ class GlooOverReplicas(_KnowsMembers, ProcessGroupGloo):
     _pg: Any  # of the quorum of now
 
     def __init__(self, host: str, connect: timedelta, timeout: timedelta) -> None:
-        """Args:
-        host: the address to listen on.
-        connect: the time that connecting may take.
-        timeout: that a message may take, where its options don't say.
-        """
+        """Make a group that listens on the address `host`; connecting may take `connect`, a message whose options
+        don't say `timeout`."""
         super().__init__(connect)
         self._host, self._of_message = host, timeout
 

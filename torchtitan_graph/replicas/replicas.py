@@ -51,12 +51,18 @@ from torchtitan_graph.parallel.agree import files_group, on_rank_0
 from torchtitan_graph.parallel.join import host_store
 from torchtitan_graph.replicas import TrainingState
 from torchtitan_graph.replicas.manager import end, forget_quorum, group_over_replicas, new_manager
-from torchtitan_graph.replicas.network import LIGHTHOUSE, Connection, address_towards, job_token, lighthouse_address
+from torchtitan_graph.replicas.network import (
+    CONNECT_WITHIN_S,
+    LIGHTHOUSE,
+    Connection,
+    address_towards,
+    job_token,
+    lighthouse_address,
+)
 from torchtitan_graph.replicas.transport import State, Transport
 
 TELL_AFTER_S = 30.0  # of waiting for enough replicas, or for the lighthouse
 STOP_AFTER_S = 2.0  # of waiting a signal to stop ends it
-CONNECT_WITHIN_S = 5.0
 LOOK_EVERY_S = 1.0  # whether another rank has lost a replica, while a message is under way
 ASK_AGAIN_S = 20.0  # the lighthouse, at first
 _LOST = "lighthouse is lost"

@@ -58,6 +58,7 @@ class PassPlan:
 
     blocks   the model's blocks, by their names
     buckets  names of parameters that are gathered, and whose gradients are reduced, together
+    packs_all  gradients are in buckets also where nothing in the graph reduces them
     context  the modules that gather over the sequence, by their names
     offload  the modules whose activations are in the host's memory till backward, by their names
     costs    the cost model of nodes and collectives, by which collectives are placed
@@ -69,6 +70,7 @@ class PassPlan:
     storages: Mapping[str, Storage]
     blocks: Container[str]
     buckets: Sequence[Sequence[str]]
+    packs_all: bool = False
     recompute: Recompute = Recompute()
     reshard: Reshard = Reshard()
     regions: Regions = dataclasses.field(default_factory=dict)
@@ -130,7 +132,7 @@ def passes(plan: PassPlan, extra: Sequence[Extra] = ()) -> list[Pass]:
         Pass("tag_offload", partial(tag_offload, modules=plan.offload)),
         Pass("rematerialize", rematerialize),
         Pass("offload_activations", partial(offload_activations, blocks=plan.blocks)),
-        Pass("bucket_collectives", partial(bucket_collectives, buckets=plan.buckets)),
+        Pass("bucket_collectives", partial(bucket_collectives, buckets=plan.buckets, packs_all=plan.packs_all)),
         Pass("overlap_context", partial(overlap_context, modules=plan.context)),
         Pass("overlap_collectives", partial(overlap_collectives, costs=plan.costs, part_of=plan.part_of)),
         # Without effect unless enabled.

@@ -19,7 +19,7 @@ aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 _REDUCTIONS = (c10d.reduce_scatter_tensor.default, c10d.all_reduce.default)
 
 
-def bucket_collectives(gm: GraphModule, buckets: Sequence[Sequence[str]]) -> GraphModule:
+def bucket_collectives(gm: GraphModule, buckets: Sequence[Sequence[str]], *, packs_all: bool = False) -> GraphModule:
     """Merge the gathers of each bucket's parameters, in forward and in backward, and the reductions of its gradients.
 
         a' = wait(all_gather(a)); b' = wait(all_gather(b))
@@ -27,7 +27,8 @@ def bucket_collectives(gm: GraphModule, buckets: Sequence[Sequence[str]]) -> Gra
 
     Each bucket is packed as FSDP2 packs it, in the order given: with more than two ranks the order in which a
     gradient's terms are added depends on its place in the buffer. Bitwise, to FSDP2; to the graph before it, gathers
-    are, and reductions only on two ranks.
+    are, and reductions only on two ranks. With `packs_all`, gradients that nothing reduces here are packed alike: what
+    sums them over replica groups, after this graph, then does so as the reductions would.
     """
     bucket_of = {name: i for i, names in enumerate(buckets) for name in names}
     place = {name: i for names in buckets for i, name in enumerate(names)}
@@ -48,7 +49,7 @@ def bucket_collectives(gm: GraphModule, buckets: Sequence[Sequence[str]]) -> Gra
             gathers.setdefault(together, []).append(node)
     for name, reduction in reductions(gm).items():
         sends = [node for node in reduction.nodes if node.target in _REDUCTIONS]
-        if sends:
+        if sends or packs_all:
             kinds = tuple((n.target, value(n).dtype, n.args[1:]) for n in sends)
             key = (bucket_of[name], value(reduction.result).dtype, str(kinds))
             merged.setdefault(key, {})[name] = reduction
@@ -104,8 +105,8 @@ def _merge_gathers(gm: GraphModule, starts: list[Node], first: Node) -> None:
 
 
 def _merge_reductions(gm: GraphModule, members: dict[str, Reduction], last: Node) -> dict[str, Node]:
-    """Merge reductions gradient -> [cast] -> [pad] -> collectives -> [cast] -> [copy to the host]; return the new last
-    nodes by name."""
+    """Merge reductions gradient -> [cast] -> [pad] -> [collectives] -> [cast] -> [copy to the host]; return the new
+    last nodes by name."""
     some = next(iter(members.values()))
     collectives = [node for node in some.nodes if node.target in _REDUCTIONS]
     is_away = any(node.target is offload for node in some.nodes)
@@ -116,7 +117,8 @@ def _merge_reductions(gm: GraphModule, members: dict[str, Reduction], last: Node
         made.append(call(gm.graph, last, target, made[-1], *args, **kwargs))
 
     ends: dict[str, Node] = {}
-    gradients, dtype = [member.gradient for member in members.values()], value(collectives[0]).dtype
+    gradients = [member.gradient for member in members.values()]
+    dtype = value(collectives[0] if collectives else some.result).dtype
     with gm.graph.inserting_before(last.next):
         if len({value(gradient).dtype for gradient in gradients}) > 1:
             for i, gradient in enumerate(gradients):

@@ -155,6 +155,7 @@ class Assembly:
             storages=storages | quantized,
             blocks=self.blocks,
             buckets=groups,
+            packs_all=options.sums_over_replicas,
             recompute=options.recompute,
             reshard=reshard or options.reshard,
             regions=options.regions,

@@ -71,6 +71,7 @@ class StepOptions:
     mtp_weight       weight of the loss of the layers that predict more tokens
     pipeline         the schedule of its stages, where there are any
     num_replicas     replica groups of the job, 1 without: `num_microbatches` are those of all together
+    sums_over_replicas  these sum each step's gradients, bucket by bucket
     fewer            schedules of fewer microbatches, by their number, where replicas that live divide them
     exchange         how tokens are exchanged for experts, besides by machine or not
     once             the parameters that a whole model's step gathers, and whose gradients it reduces, once: NONE,
@@ -116,6 +117,7 @@ class StepOptions:
     mtp_weight: float = 0.3
     pipeline: Schedule | None = None
     num_replicas: int = 1
+    sums_over_replicas: bool = False
     fewer: Mapping[int, Schedule] = dataclasses.field(default_factory=dict)
     exchange: Exchange = Exchange()
     once: str = NONE
@@ -222,6 +224,7 @@ def step_options(config: JobConfig, model: Decoder, num_microbatches: int, targe
         cpu_offload=_cpu_offload(config, target),
         pipeline=pipeline,
         num_replicas=num_replicas(config),
+        sums_over_replicas=num_replicas(config) > 1 and config.fault_tolerance.semi_sync_method is None,
         fewer=_fewer(config, model, num_microbatches) if pipeline is not None else {},
         exchange=Exchange(
             exact=config.parallelism.exchange_sums == "exact", float8=config.parallelism.exchange_dtype == "float8"

@@ -256,10 +256,9 @@ def seconds_over_replicas(messages: Iterable[int], costs: Costs, link: Link) -> 
 
 def wait_for_replicas(graphs: Graphs, options: StepOptions, costs: Costs, link: Link) -> float:
     """Return the seconds that a step takes longer for the sum of gradients over the replica groups: all of it, but
-    where each group has one microbatch, whose graph still runs when the sums begin."""
+    where they come from one graph, which still runs for the last microbatch when the sums begin."""
     late = seconds_over_replicas(gradient_messages(graphs), costs, link)
-    has_one = options.num_microbatches == options.num_replicas and options.recorders is None
-    if not (has_one and isinstance(graphs.train, TracedResult)):
+    if options.recorders is not None or not isinstance(graphs.train, TracedResult):
         return late
     clock, gm, done = Clock(costs), graphs.train.gm, 0.0
     gradients = [place for place, (slot, _) in enumerate(outputs_of(gm)) if slot.kind == "grad"]

@@ -130,7 +130,8 @@ class StepwiseTrainer(_ReplicaTrainer):
             self.stop_signal = replicas.stop_signal
             if self.stop_signal or self._is_over():  # as of the replica that this one healed from
                 return None
-            with taking(replicas.begin_sum) if self._sums_early() else nullcontext():
+            sums_early = taking(replicas.begin_sum, self.train_data.deal.own)
+            with sums_early if self.steps.is_one_graph else nullcontext():
                 found = super()._compute(metrics)
             if found is None:
                 return None
@@ -142,11 +143,6 @@ class StepwiseTrainer(_ReplicaTrainer):
             self.optimizer.zero_grad()
             is_behind = True
             run.lose(time.monotonic() - begin)
-
-    def _sums_early(self) -> bool:
-        """Return whether gradients are summed over the replicas while the graph runs; on all replicas the same."""
-        assert self.replicas is not None
-        return self.steps.is_one_graph and self.blueprint.num_microbatches == len(self.replicas.living)
 
 
 class RoundsTrainer(_ReplicaTrainer):

@@ -29,31 +29,33 @@ from torchtitan_graph.launch.lighthouse import serve_in_turn
 from torchtitan_graph.replicas.network import AUTO, Connection, lighthouse_address
 
 FP32 = ["--training.mixed_precision_param", "float32", "--validation.no-enable"]
-EACH_ONE = ["--training.global_batch_size", "4", "--training.local_batch_size", "2", "--training.steps", "4"]
+EACH_TWO = ["--training.global_batch_size", "6", "--training.local_batch_size", "1", "--training.steps", "4"]
 
 
 def test_groups_on_one_machine_are_hsdp_to_the_bit(tmp_path: Path) -> None:
-    """The launcher, a lighthouse and two groups, whose graphs begin the sums. Nothing listens beyond loopback."""
+    """The launcher, a lighthouse and three groups, whose graphs begin the sums with their second microbatch. Nothing
+    listens beyond loopback."""
     folder, hsdp = tmp_path / "run", tmp_path / "hsdp"
-    words = [*FP32, *EACH_ONE, "--fault_tolerance.enable", "--job.dump_folder", str(folder)]
+    words = [*FP32, *EACH_TWO, "--fault_tolerance.enable", "--job.dump_folder", str(folder)]
+    words += ["--fault_tolerance.replicas", "3"]
     launch = [sys.executable, "-m", "torchtitan_graph.launch", "--job.config_file", TINY]
     (code, output), addresses = Command(*launch, *words, NGPU="1").finish_watched()
     assert code == 0, output
     assert addresses == {"127.0.0.1"}
-    assert "replicas: 2 of 2 live: 0, 1" in output
-    theirs = train(*EAGER, *FP32, *EACH_ONE, "--job.dump_folder", str(hsdp),
-                   "--parallelism.data_parallel_replicate_degree", "2", ranks=2)  # fmt: skip
+    assert "replicas: 3 of 3 live: 0, 1, 2" in output
+    theirs = train(*EAGER, *FP32, *EACH_TWO, "--job.dump_folder", str(hsdp), "--parallelism.fsdp_once_a_step", "all",
+                   "--parallelism.data_parallel_replicate_degree", "3", ranks=3)  # fmt: skip
     assert theirs.code == 0, theirs.output
-    assert numbers(folder / "replica_0") == numbers(folder / "replica_1") == numbers(hsdp)
+    assert all(numbers(folder / f"replica_{number}") == numbers(hsdp) for number in range(3))
     assert saved(folder, 4) == saved(hsdp, 4)
     assert [*list_steps(folder / "checkpoint")] == [2, 4], "one group saves"
-    states = [json.loads((folder / f"replica_{number}" / "status.json").read_text()) for number in range(2)]
-    assert [state["state"] for state in states] == ["finished"] * 2
+    states = [json.loads((folder / f"replica_{number}" / "status.json").read_text()) for number in range(3)]
+    assert [state["state"] for state in states] == ["finished"] * 3
     assert states[1]["replicas"] == {
         "this": 1,
-        "living": [0, 1],
-        "of": 2,
-        "replicas": 2,
+        "living": [0, 1, 2],
+        "of": 3,
+        "replicas": 3,
         "redone_steps": 0,
         "heal_s": 0,
     }

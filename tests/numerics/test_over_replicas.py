@@ -45,7 +45,7 @@ def messages(cell: Cell, early: bool) -> tuple[list[int], list[int]]:
     steps = build_graph(cell)
     replicas, given = ToList(), microbatches(cell, layout_of(cell.dims).data_rank, 0)
     if early:
-        with taking(replicas.begin_sum):
+        with taking(replicas.begin_sum, cell.num_microbatches):
             output = steps.train(*given)
         assert steps.is_one_graph and len(sent) == len(gradient_messages(graphs)), "all begin while the graph runs"
     else:
@@ -65,6 +65,7 @@ def slow(early, cell):
     [
         (False, Cell(FSDP2, BF16, **TWO, **ONE_LAYER)),
         (True, Cell(FSDP2, BF16, **ONE_LAYER)),
+        slow(True, Cell(FSDP2, BF16, **TWO)),
         slow(False, Cell(FSDP2, BF16, once="all", **TWO)),
         slow(False, Cell(DDP2, **TWO)),
         slow(True, Cell(DDP2)),

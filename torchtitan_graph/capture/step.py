@@ -23,6 +23,7 @@ from torchtitan_graph.capture.trace import Capture, InParts, make_fx_capture
 from torchtitan_graph.capture.traced import TracedResult, run_traced
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.signature import outputs_of, signature_of
+from torchtitan_graph.runtime.gradients import has_sum
 from torchtitan_graph.runtime.pieces import Recorder, Replayed
 from torchtitan_graph.torch_private.tensors import accumulate, free_gradient_dtype
 from torchtitan_graph.torch_private.tracing import annotated
@@ -587,7 +588,10 @@ class AddGradients:
         terms: list[Tensor] = []
         for name, gradient in gradients.items():
             parameter = self._parameters[name]
-            if parameter.grad is None:
+            if has_sum(local_part(gradient)):
+                assert name not in self._copied, "a block of memory is its gradients' alone"
+                parameter.grad = gradient
+            elif parameter.grad is None:
                 parameter.grad = self._copy(name, gradient) if name in self._copied else gradient
             else:
                 assert self._accumulates or not self._replayed, "a replay has written over the gradients of another run"

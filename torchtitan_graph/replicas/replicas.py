@@ -9,8 +9,8 @@ the others, which holds the same shards. A step is:
 2. The step's microbatches, as many however many replicas live, are dealt to those. The ranks exchange the number of
    targets, so that the loss has one denominator, and how far they have read.
 3. Each group computes its gradients, summed over its own ranks. They are then summed over the replicas, in place,
-   message by message as they were made: where each group has one microbatch, and its gradients come from one graph,
-   while that still runs.
+   message by message as they were made: where they come from one graph, while that still runs for the last of the
+   group's microbatches.
 4. Each group's ranks vote. If one of them lost another replica, the group does the step anew, from its position before,
    with those that live then. A group that others have left behind heals in the next quorum.
 5. Clipping and the optimizer run in each group alone: all have the same numbers.
@@ -60,6 +60,7 @@ from torchtitan_graph.replicas.network import (
     lighthouse_address,
 )
 from torchtitan_graph.replicas.transport import State, Transport
+from torchtitan_graph.runtime.gradients import memory_of
 
 TELL_AFTER_S = 30.0  # of waiting for enough replicas, or for the lighthouse
 STOP_AFTER_S = 2.0  # of waiting a signal to stop ends it
@@ -387,12 +388,11 @@ class Replicas:
             return [numbers]
         return [others for _, *others in told]
 
-    def begin_sum(self, grad: Tensor) -> None:
-        """Begin to add up, in place, the block of memory of a gradient, which the step's other work leaves alone from
-        here on. All replicas do so for the same gradients in the same order; `sum` ends it."""
-        memory = grad.untyped_storage()
+    def begin_sum(self, memory: Tensor) -> None:
+        """Begin to add up, in place, a block of memory that has gradients, and that the step's other work leaves alone
+        from here on. All replicas do so for the same gradients in the same order; `sum` ends it."""
         if len(self.living) > 1 and self._error() is None:
-            self._begun[memory.data_ptr()] = self._launch(grad.new_empty(0).set_(memory))
+            self._begun[memory.data_ptr()] = self._launch(memory)
 
     def sum(self, model: nn.Module, output: StepOutput) -> StepOutput:
         """Add up gradients, in place, and a step's output over the replicas.
@@ -403,7 +403,7 @@ class Replicas:
         blocks = {grad.untyped_storage().data_ptr(): grad for grad in grads}
         begun, self._begun = self._begun, {}
         assert begun.keys() <= blocks.keys(), "what has begun are gradients"
-        whole = [grad.new_empty(0).set_(grad.untyped_storage()) for at, grad in blocks.items() if at not in begun]
+        whole = [memory_of(grad) for at, grad in blocks.items() if at not in begun]
         loss = output.loss.double()  # sums of a few fp32 numbers are exact
         others = [*output.state.values(), *output.terms.values(), *output.metrics.values()]
         joined = {dtype: [x for x in others if x.dtype == dtype] for dtype in dict.fromkeys(x.dtype for x in others)}

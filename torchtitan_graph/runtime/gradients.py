@@ -1,4 +1,5 @@
-"""Insert calls into a graph that pass on each gradient once it is computed, while the graph still runs."""
+"""Insert calls into a graph that pass on each gradient once it is computed, while the graph still runs. Of several
+microbatches that run one after another, the last one's graph passes on the sums over all."""
 
 from __future__ import annotations
 
@@ -15,29 +16,72 @@ from torchtitan_graph.graph.edit import aliased, is_view
 _SPLIT = torch.ops.aten.split_with_sizes.default
 _OWN_STRIDES = torch.ops.aten.as_strided.default
 
-_take: Callable[[Tensor], None] | None = None
+
+class _Taking:
+    """The runs of a graph in one step, whose gradients are added up.
+
+    earlier  what the first run made, in order: the later ones but the last are added to it where it is
+    summed   the addresses of the last run's memory that has all of it
+    """
+
+    def __init__(self, take: Callable[[Tensor], None], num_runs: int) -> None:
+        self._take, self._num_runs, self._run = take, num_runs, 0
+        self._earlier: list[Tensor] = []
+        self._next: Iterator[Tensor] = iter(())
+        self.summed: set[int] = set()
+
+    def begin_run(self) -> None:
+        self._run += 1
+        self._next = iter(self._earlier)
+
+    def give(self, made: Tensor) -> None:
+        made = memory_of(made)
+        if self._run == 1 and self._num_runs > 1:
+            self._earlier.append(made)
+        if self._run < self._num_runs:
+            return
+        if self._earlier:
+            made += next(self._next)
+            self.summed.add(made.data_ptr())
+        self._take(made)
+
+
+_taking: _Taking | None = None
 
 
 @contextlib.contextmanager
-def taking(take: Callable[[Tensor], None]) -> Iterator[None]:
-    """Have graphs that run inside call `take` with each tensor whose memory is a gradient's, or those of several,
-    once nothing in the graph reads or writes it any more. The order is the same in each run."""
-    global _take
-    _take = take
+def taking(take: Callable[[Tensor], None], num_runs: int = 1) -> Iterator[None]:
+    """Have the last of `num_runs` runs of a graph inside call `take` with each block of memory that gradients have to
+    themselves, once nothing in the graph reads or writes it any more, and the earlier runs' are added to it. The order
+    is the same in each run. What is left to add up says `has_sum`."""
+    global _taking
+    _taking = _Taking(take, num_runs)
     try:
         yield
     finally:
-        _take = None
+        _taking = None
 
 
-def is_taking() -> bool:
-    """Return whether graphs that run now pass on their gradients."""
-    return _take is not None
+def begin_run() -> bool:
+    """Begin a run of the graph of a step; return whether it passes on its gradients."""
+    if _taking is not None:
+        _taking.begin_run()
+    return _taking is not None
+
+
+def has_sum(gradient: Tensor) -> bool:
+    """Return whether those of the earlier runs are added to a gradient of the last one."""
+    return _taking is not None and gradient.untyped_storage().data_ptr() in _taking.summed
+
+
+def memory_of(tensor: Tensor) -> Tensor:
+    """Return the whole block of memory that a tensor is in, as one flat tensor."""
+    return tensor.new_empty(0).set_(tensor.untyped_storage())
 
 
 def _give(made: Tensor) -> None:
-    assert _take is not None, "the graph runs inside `taking`"
-    _take(made)
+    assert _taking is not None, "the graph runs inside `taking`"
+    _taking.give(made)
 
 
 def add_gives(graph: Graph, places: Collection[int]) -> None:

@@ -25,7 +25,7 @@ from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.edit import shape_of
 from torchtitan_graph.graph.hierarchy import call_hierarchy, shown
 from torchtitan_graph.graph.signature import signature_of
-from torchtitan_graph.runtime.gradients import add_gives, is_taking
+from torchtitan_graph.runtime.gradients import add_gives, begin_run
 from torchtitan_graph.torch_private.profiler import begin_range, is_profiling
 from torchtitan_graph.torch_private.tracing import boxed
 
@@ -50,7 +50,7 @@ class Watchable:
 
     def __call__(self, inputs: list[Tensor]) -> list[Tensor]:
         edits: tuple[Edit, ...] = (self._add_spans,) * is_profiling() + (add_marks,) * (_stopwatch is not None)
-        if is_taking():
+        if begin_run():
             edits = (self._add_gives, *edits)
         if edits not in self._copies:
             self._copies[edits] = boxed(self._gm, edits)

@@ -11,6 +11,7 @@ import pytest
 from torchtitan_graph.analysis.cost import Costs, Link
 from torchtitan_graph.blueprint import Blueprint
 from torchtitan_graph.config import load
+from torchtitan_graph.device import CudaRecorder, Recorders
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.forecast import gradient_messages, seconds_over_replicas, wait_for_replicas
 from torchtitan_graph.parallel.layout import REPLICAS, ParallelDims
@@ -81,9 +82,11 @@ def test_a_step_is_that_of_a_group_and_what_it_does_with_the_others(job: BuiltJo
     of_group = job._replace(options=alone, rows_per_step=8)
     prices = by_rates(job, H100)
     plan, group = simulate(job, prices, H100), simulate(of_group, prices, H100)
-    link = Link(REPLICAS, 4, 4)
-    sums = [2 * 3 / 4 * size / (H100.near * H100.network_share) for size in gradient_messages(job.ranks[0].graphs)]
-    assert plan.step.replicas == pytest.approx(sum(sums) + len(sums) * 2 * H100.near_hop, rel=1e-3)
+    link, (rank,) = Link(REPLICAS, 4, 4), job.ranks
+    sums = [2 * 3 / 4 * size / (H100.near * H100.network_share) for size in gradient_messages(rank.graphs)]
+    waits = wait_for_replicas(rank.graphs, job.options, prices(rank), link)
+    assert plan.step.replicas == pytest.approx(waits)
+    assert 0 < waits < sum(sums) + len(sums) * 2 * H100.near_hop, "the last microbatch hides some"
     assert plan.step.meeting == MEET_S
     assert plan.step.seconds == pytest.approx(group.step.seconds + plan.step.replicas + MEET_S)
     assert dataclasses.replace(plan.step, seconds=0, replicas=0, meeting=0) == dataclasses.replace(
@@ -92,29 +95,27 @@ def test_a_step_is_that_of_a_group_and_what_it_does_with_the_others(job: BuiltJo
     assert plan.tokens_per_second == pytest.approx(4 * 8 * 64 / plan.step.seconds)
     assert plan.mfu * plan.step.seconds == pytest.approx(group.mfu * group.step.seconds)
     # Negative control: other links take another time.
-    elsewhere = seconds_over_replicas(
-        gradient_messages(job.ranks[0].graphs), prices(job.ranks[0]), link._replace(near=1)
-    )
+    elsewhere = wait_for_replicas(rank.graphs, job.options, prices(rank), link._replace(near=1))
     assert elsewhere != pytest.approx(plan.step.replicas, rel=0.1)
 
 
-def test_the_sum_of_one_microbatch_is_beside_backward(job: BuiltJob) -> None:
+def test_the_sum_is_beside_the_last_backward(job: BuiltJob) -> None:
     """By two links with closed forms: one so fast that only the last message is left, one so slow that all is."""
-    one = dataclasses.replace(job.options, num_microbatches=4)
     (rank,), sizes = job.ranks, gradient_messages(job.ranks[0].graphs)
     link = Link(REPLICAS, 4, 4)
 
     def wait(near: float) -> tuple[float, float]:
         costs = Costs(ROUND._replace(near=near, near_hop=0.0, launch=0.0))
-        return wait_for_replicas(rank.graphs, one, costs, link), seconds_over_replicas(sizes, costs, link)
+        return wait_for_replicas(rank.graphs, job.options, costs, link), seconds_over_replicas(sizes, costs, link)
 
     waits, takes = wait(1e15)
     assert 0 < waits < takes / len(sizes) * 3, "but the last messages, of the embedding"
     waits, takes = wait(1e3)
     assert waits == pytest.approx(takes, rel=1e-3) and waits < takes, "it begins before the graph ends"
-    assert wait_for_replicas(rank.graphs, job.options, Costs(ROUND), link) == seconds_over_replicas(
+    recorded = dataclasses.replace(job.options, recorders=Recorders(CudaRecorder))
+    assert wait_for_replicas(rank.graphs, recorded, Costs(ROUND), link) == seconds_over_replicas(
         sizes, Costs(ROUND), link
-    ), "of four microbatches each nothing begins early"
+    ), "beside recorded graphs nothing begins early"
 
 
 def test_gradients_are_a_rank_s_shards_in_fp32(job: BuiltJob) -> None:
@@ -182,11 +183,13 @@ def test_hsdp_of_the_same_ranks_stands_beside_it(job: BuiltJob) -> None:
     """It has the same microbatches, and the sum of each in its graph: over slow links all but little of it is waited
     for, so that with four microbatches it takes longer than the groups' sum of all."""
     slow = H100._replace(near=1e8)
-    plan = simulate(job, by_rates(job, slow), slow)
+    prices, (rank,) = by_rates(job, slow), job.ranks
+    plan = simulate(job, prices, slow)
+    takes = seconds_over_replicas(gradient_messages(rank.graphs), prices(rank), Link(REPLICAS, 4, 4))
     found = beside_hsdp(plan, slow, None)
     assert (found.with_groups_s, found.tokens) == (plan.step.seconds, job.tokens_per_step)
     assert found.step_s is not None and 0 < found.waits_s < found.step_s
-    assert plan.step.seconds < found.step_s < plan.step.seconds + 4 * plan.step.replicas
+    assert plan.step.seconds < found.step_s < plan.step.seconds + 4 * takes
     ahead, by = Outlook(found), plan.step.seconds / found.step_s - 1
     assert ahead.lines() == [
         f"  HSDP in place of the replica groups: {found.step_s:.4g} s a step, of which it waits {found.waits_s:.3g} s"

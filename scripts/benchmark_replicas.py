@@ -1,7 +1,7 @@
 """Compare a step of two replica groups with one of HSDP on the same two ranks:
 
     python scripts/benchmark_replicas.py
-    python scripts/benchmark_replicas.py --turns 8 --training.seq_len 256
+    python scripts/benchmark_replicas.py --turns 8 --training.global_batch_size 16      four microbatches a rank
     sudo python scripts/benchmark_replicas.py --mbit 500        each rank behind a link of a limited rate
 
 What else is on the line are options of the run (default: those of llama3_debug.toml, a microbatch a rank). The cases
@@ -38,7 +38,8 @@ GROUPS = ["--fault_tolerance.enable", "--fault_tolerance.replicas", "2"]
 for _name in ("heartbeat_timeout", "timeout", "join_timeout"):  # a case that is stopped has lost nobody
     GROUPS += [f"--fault_tolerance.{_name}_seconds", "10000"]
 TRAIN = "from torchtitan_graph.train import main; raise SystemExit(main())"
-LATE = "from torchtitan_graph.replica_trainer import StepwiseTrainer as T; T._sums_early = lambda _: False; "
+LATE = "import contextlib as c; from torchtitan_graph import replica_trainer as r; "
+LATE += "r.taking = lambda *_: c.nullcontext(); "
 START_S = 300.0
 TICKS = os.sysconf("SC_CLK_TCK")
 

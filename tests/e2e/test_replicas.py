@@ -18,6 +18,7 @@ import pytest
 
 pytest.importorskip("torchft", reason="replica groups need torchft")
 
+import replica_kills
 from groups import groups
 from replica_kills import LAYOUTS, Death, Storm, compare, reference
 from runs import EAGER, TINY, Command, numbers, saved, train
@@ -144,10 +145,16 @@ def test_kills_in_every_layout(layout: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_two_groups_are_hsdp_to_the_bit_in_every_layout(layout: str, tmp_path: Path) -> None:
-    found = kill_one(tmp_path, layout, 2, 40, 0, 1.0)
-    assert found["equal to HSDP"] == found["rank-steps"] == 80 * LAYOUTS[layout][0]
+@pytest.mark.parametrize(
+    ("layout", "mode"),
+    [(layout, mode) for layout in ("1", "FSDP 2", "TP 2", "EP 2") for mode in ("eager", "graph")] + [("PP 2", "graph")],
+)
+def test_three_groups_are_hsdp_to_the_bit_in_every_layout(
+    layout: str, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replica_kills, "mode", lambda _: ["--compile.mode", mode])
+    found = kill_one(tmp_path, layout, 3, 20, 0, 1.0)
+    assert found["equal to HSDP"] == found["rank-steps"] == 60 * LAYOUTS[layout][0]
 
 
 def test_another_lighthouse_takes_the_place_of_one_that_is_gone(

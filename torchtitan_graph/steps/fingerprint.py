@@ -103,6 +103,7 @@ def fingerprint(
         "layers that are an operator each": str(sorted(kind.__name__ for kind in options.fused)),
         "microbatches of a step": str(options.num_microbatches),
         "replica groups": str(num_replicas(config)),  # how few microbatches share what is done once
+        "sums over replica groups": in_toml(options.sums_over_replicas),
         # They may come from a file, whose name is not content.
         "the pipeline's stages": str((pipeline.stages, pipeline.rank_of, microbatches) if pipeline else "none"),
         **{f"degree of {axis}": str(degree) for axis, degree in dataclasses.asdict(dims).items()},

@@ -14,6 +14,7 @@ import functools
 import hashlib
 import itertools
 import json
+import math
 import os
 import random
 import shutil
@@ -187,8 +188,8 @@ class Storm:
                 self.groups[each].kill()
 
     def run(self, kills: int, every_s: float) -> None:
-        """Run to the end, with so many kills on the way."""
-        left, next_kill, moved, reached = kills, time.monotonic() + 5 + every_s, time.monotonic(), 0
+        """Run to the end, with so many kills on the way, from the first step on."""
+        left, next_kill, moved, reached = kills, 0.0, time.monotonic(), 0
         while True:
             time.sleep(0.1)
             if not any(p.is_alive() for p in self.lighthouse.processes):
@@ -210,7 +211,7 @@ class Storm:
                 break
             if any(all(p.exitcode == 0 for p in group.processes) for group in self.groups.values()):
                 self.is_through = True
-            if left > 0 and not self.is_through and time.monotonic() > next_kill:
+            if left > 0 and reached and not self.is_through and time.monotonic() > next_kill:
                 self.kill()
                 left -= 1
                 next_kill = time.monotonic() + every_s * 2 * self.rng.random()
@@ -313,12 +314,13 @@ def compare(storm: Storm, hsdp: list[dict[int, dict[str, Any]]], steps: int) -> 
 
 
 def delays(storm: Storm) -> list[tuple[float, str]]:
-    """Return for each kill the longest time without a step of any group, while one of them lived, and its kind."""
+    """Return for each kill its kind and the longest time, from it on, without a step of any group; it counts for a kill
+    if it begins before the next one, and within 15 s. Kills before the first step, or after the last, have none."""
     times = sorted(record["t"] for number in storm.groups for record in storm.steps(number).values())
     found = []
-    for at, kind in storm.deaths:
-        gaps = [b - a for a, b in itertools.pairwise(times) if b > at and a < at + 15]
-        if gaps:
+    for (at, kind), then in zip(storm.deaths, [*storm.deaths[1:], (math.inf, "")], strict=True):
+        gaps = [b - max(a, at) for a, b in itertools.pairwise(times) if b > at and a < min(at + 15, then[0])]
+        if gaps and at > times[0]:
             found.append((max(gaps), kind))
     return found
 

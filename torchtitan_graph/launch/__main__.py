@@ -2,7 +2,10 @@
 
     NGPU=2 python -m torchtitan_graph.launch --table.key value ...                 on this machine; see run_train.sh
     python -m torchtitan_graph.launch TORCHRUN'S OPTIONS -- --table.key value ...  as torchrun would
-    python -m torchtitan_graph.launch --kubernetes jobset ...                      writes a manifest; see kubernetes.py
+    python -m torchtitan_graph.launch --kubernetes jobset ...                      writes a manifest; see its --help
+
+NGPU is the number of processes, of one replica group where fault_tolerance.enable is set. Without
+fault_tolerance.replica all groups are started here, with their lighthouse.
 
 torchrun's agent does the work, elastic restarts included. It runs in a thread, so that signals come here: they are
 passed on to the workers, which save a checkpoint and end, however long that takes.
@@ -61,6 +64,8 @@ def _main(words: list[str]) -> int:
         from torchtitan_graph.launch import kubernetes  # which most launches don't need
 
         return kubernetes.main(words)
+    if options[-1:] in (["--help"], ["-h"]):
+        print(__doc__, flush=True)  # the options of a run follow
     try:
         config = load(options)  # before importing torch, which takes seconds
         if config.comm.mode == "fake_backend":

@@ -40,8 +40,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, lambda *_: ended.set())
     init_logging()
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words[-1:] in (["--help"], ["-h"]):
+        print(__doc__, flush=True)  # the options of a run follow
     try:
-        config = load(sys.argv[1:] if argv is None else argv)
+        config = load(words)
         table = config.fault_tolerance
         if not table.enable:
             return 0

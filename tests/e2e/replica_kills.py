@@ -313,15 +313,23 @@ def compare(storm: Storm, hsdp: list[dict[int, dict[str, Any]]], steps: int) -> 
     return {**found, "worst loss": worst}
 
 
-def delays(storm: Storm) -> list[tuple[float, str]]:
-    """Return for each kill its kind and the longest time, from it on, without a step of any group; it counts for a kill
-    if it begins before the next one, and within 15 s. Kills before the first step, or after the last, have none."""
-    times = sorted(record["t"] for number in storm.groups for record in storm.steps(number).values())
+def delays(storm: Storm) -> list[tuple[float, str, bool]]:
+    """Return for each kill the longest time, from it on, without a step of any group, its kind, and whether a process
+    lived through that time. It counts for a kill if it begins before the next one, and within 15 s. Kills before the
+    first step, or after the last, have none."""
+    records = [record for number in storm.groups for record in storm.steps(number).values()]
+    times = sorted(record["t"] for record in records)
+
+    def outlived(a: float, b: float) -> bool:
+        before, after = ({x["pid"] for x in records if x["t"] <= a}, {x["pid"] for x in records if x["t"] >= b})
+        return not before.isdisjoint(after)
+
     found = []
     for (at, kind), then in zip(storm.deaths, [*storm.deaths[1:], (math.inf, "")], strict=True):
-        gaps = [b - max(a, at) for a, b in itertools.pairwise(times) if b > at and a < min(at + 15, then[0])]
+        gaps = [(b - max(a, at), a, b) for a, b in itertools.pairwise(times) if b > at and a < min(at + 15, then[0])]
         if gaps and at > times[0]:
-            found.append((max(gaps), kind))
+            seconds, a, b = max(gaps)
+            found.append((seconds, kind, outlived(a, b)))
     return found
 
 
@@ -332,7 +340,7 @@ def attack(
     hsdp = reference(folder / "hsdp", layout, replicas, steps)
     total: collections.Counter[str] = collections.Counter()
     kinds: collections.Counter[str] = collections.Counter()
-    waits: list[tuple[float, str]] = []
+    waits: list[tuple[float, str, bool]] = []
     worst, number = 0.0, 0
 
     def draw(_: int) -> Death | None:
@@ -358,11 +366,15 @@ def attack(
         if not others:
             shutil.rmtree(place)
     print(f"{layout}, {replicas} replicas: {dict(kinds)}; {dict(total)}; worst loss {worst:.1e}")
-    if len(waits) > 2:
-        seconds = [each for each, _ in waits]
-        tenths = statistics.quantiles(seconds, n=10)
-        print(f"seconds without a step: median {tenths[4]:.1f}, 90 % {tenths[8]:.1f}, most {max(seconds):.1f}")
-        print("the longest:", ", ".join(f"{each:.1f} ({kind})" for each, kind in sorted(waits)[-8:]), flush=True)
+    for what, has_lived in (("a group lived", True), ("none lived, the job starts again", False)):
+        these = sorted((seconds, kind) for seconds, kind, lived in waits if lived == has_lived)
+        if len(these) > 2:
+            tenths = statistics.quantiles([seconds for seconds, _ in these], n=10)
+            print(
+                f"seconds without a step after {len(these)} kills through which {what}: median {tenths[4]:.1f}, ",
+                end="",
+            )
+            print(f"90 % {tenths[8]:.1f}, most {these[-1][0]:.1f}; the longest: {these[-6:]}", flush=True)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -23,6 +24,7 @@ import torch.distributed as dist
 import torchft.manager
 from torchft import Manager, ProcessGroupGloo, ProcessGroupNCCL
 
+from torchtitan_graph.replicas.network import CONNECT_WITHIN_S
 from torchtitan_graph.replicas.transport import Transport
 
 for _name in ("torchft", "torchft_quorums", "torchft_commits", "torchft_errors"):
@@ -51,7 +53,10 @@ class _KnowsMembers:
     is_new = False
 
     def configure(self, *arguments: Any) -> None:
-        *_, rank_in_group, group_size, global_ranks = arguments
+        store, *_, group_size, global_ranks = arguments
+        host, _, port = store.partition("/")[0].rpartition(":")
+        # A store that has died with its group: torch's client would try again for up to three times its timeout.
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_WITHIN_S).close()
         self.members, self.is_new = tuple(rank // group_size for rank in global_ranks), True
         super().configure(*arguments)  # type: ignore[misc]
 

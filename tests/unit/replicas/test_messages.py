@@ -34,6 +34,18 @@ def pair() -> Iterator[list[GlooOverReplicas]]:
         group.abort()
 
 
+def test_a_store_that_has_died_with_its_group_is_not_waited_for() -> None:
+    """torch's own client would try for an hour here, and then again."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    group, place = GlooOverReplicas("127.0.0.1", LONG, SHORT), f"127.0.0.1:{store.port}/torchft/7/0"
+    group.configure(place, "replica", 0, 1, 7, 0, 2, [4])
+    assert group.members == (2,) and sum_of(group, torch.ones(1)).wait()
+    group.abort()
+    del store
+    with pytest.raises(ConnectionRefusedError):
+        group.configure(place, "replica", 0, 2, 8, 0, 2, [2, 4])
+
+
 def sum_of(group: GlooOverReplicas, x: torch.Tensor, timeout: timedelta = LONG) -> dist.Work:
     options = AllreduceOptions()
     options.timeout = timeout

@@ -10,6 +10,7 @@ that counts when it was done, its numbers, and a digest of all its state.
 
 import argparse
 import collections
+import contextlib
 import functools
 import hashlib
 import itertools
@@ -24,7 +25,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -188,7 +189,8 @@ class Storm:
                 self.groups[each].kill()
 
     def run(self, kills: int, every_s: float) -> None:
-        """Run to the end, with so many kills on the way, from the first step on."""
+        """Run to the end, with so many kills on the way, from the first step on; ranks that have a moment of death may
+        die before."""
         left, next_kill, moved, reached = kills, 0.0, time.monotonic(), 0
         while True:
             time.sleep(0.1)
@@ -244,17 +246,15 @@ class Storm:
         return read(self.folder / f"replica_{number}", rank)
 
 
-def read(folder: Path, rank: int) -> dict[int, dict[str, Any]]:
+def read_all(folder: Path, rank: int) -> Iterator[dict[str, Any]]:
     path = folder / f"{LOG}.{rank}"
-    lines = path.read_text().splitlines() if path.exists() else []
-    found = {}
-    for line in lines:
-        try:
-            record = json.loads(line)
-        except ValueError:  # cut by a kill
-            continue
-        found[record["step"]] = record
-    return found
+    for line in path.read_text().splitlines() if path.exists() else []:
+        with contextlib.suppress(ValueError):  # cut by a kill
+            yield json.loads(line)
+
+
+def read(folder: Path, rank: int) -> dict[int, dict[str, Any]]:
+    return {record["step"]: record for record in read_all(folder, rank)}
 
 
 def mode(layout: str) -> list[str]:
@@ -317,7 +317,7 @@ def delays(storm: Storm) -> list[tuple[float, str, bool]]:
     """Return for each kill the longest time, from it on, without a step of any group, its kind, and whether a process
     lived through that time. It counts for a kill if it begins before the next one, and within 15 s. Kills before the
     first step, or after the last, have none."""
-    records = [record for number in storm.groups for record in storm.steps(number).values()]
+    records = [record for number in storm.groups for record in read_all(storm.folder / f"replica_{number}", 0)]
     times = sorted(record["t"] for record in records)
 
     def outlived(a: float, b: float) -> bool:

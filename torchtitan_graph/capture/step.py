@@ -565,7 +565,8 @@ def bind_train_step(
 
 
 class AddGradients:
-    """Accumulates a graph's gradients in the live parameters' `.grad`.
+    """Accumulates a graph's gradients in the live parameters' `.grad`. One that is the sum already, see `taking`,
+    replaces it.
 
     Args:
         replayed: the graph writes its gradients to the same memory in each run, so `.grad` must keep its memory too.

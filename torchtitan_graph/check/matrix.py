@@ -129,6 +129,7 @@ class Cell:
     early_scores: bool = False  # `moe.early_scores`
     pairs: bool = False  # `parallelism.overlap_microbatches`
     exchange: Exchange = Exchange()
+    sums_over_replicas: bool = False  # of a replica group: gradients are packed
 
     def __post_init__(self) -> None:
         if not self.vocab_size:
@@ -173,6 +174,7 @@ class Cell:
             once=self.once,
             pairs=self.pairs,
             exchange=self.exchange,
+            sums_over_replicas=self.sums_over_replicas,
         )
 
     def quantised(self) -> Float8 | None:

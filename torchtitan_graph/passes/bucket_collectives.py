@@ -27,8 +27,8 @@ def bucket_collectives(gm: GraphModule, buckets: Sequence[Sequence[str]], *, pac
 
     Each bucket is packed as FSDP2 packs it, in the order given: with more than two ranks the order in which a
     gradient's terms are added depends on its place in the buffer. Bitwise, to FSDP2; to the graph before it, gathers
-    are, and reductions only on two ranks. With `packs_all`, gradients that nothing reduces here are packed alike: what
-    sums them over replica groups, after this graph, then does so as the reductions would.
+    are, and reductions only on two ranks. With `packs_all`, gradients that nothing reduces here are packed alike: their
+    sums over replica groups, after this graph, are then taken in the reductions' order.
     """
     bucket_of = {name: i for i, names in enumerate(buckets) for name in names}
     place = {name: i for names in buckets for i, name in enumerate(names)}
@@ -118,7 +118,8 @@ def _merge_reductions(gm: GraphModule, members: dict[str, Reduction], last: Node
 
     ends: dict[str, Node] = {}
     gradients = [member.gradient for member in members.values()]
-    dtype = value(collectives[0] if collectives else some.result).dtype
+    # Without a collective the first cast stays, too: where a step's graph is cut, sums that come here are of its dtype.
+    dtype = value((collectives or some.nodes or [some.gradient])[0]).dtype
     with gm.graph.inserting_before(last.next):
         if len({value(gradient).dtype for gradient in gradients}) > 1:
             for i, gradient in enumerate(gradients):

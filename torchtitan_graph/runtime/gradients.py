@@ -25,20 +25,20 @@ class _Taking:
     """
 
     def __init__(self, take: Callable[[Tensor], None], num_runs: int) -> None:
-        self._take, self._num_runs, self._run = take, num_runs, 0
+        self._take, self._num_runs, self.num_begun = take, num_runs, 0
         self._earlier: list[Tensor] = []
         self._next: Iterator[Tensor] = iter(())
         self.summed: set[int] = set()
 
     def begin_run(self) -> None:
-        self._run += 1
+        self.num_begun += 1
         self._next = iter(self._earlier)
 
     def give(self, made: Tensor) -> None:
         made = memory_of(made)
-        if self._run == 1 and self._num_runs > 1:
+        if self.num_begun == 1 and self._num_runs > 1:
             self._earlier.append(made)
-        if self._run < self._num_runs:
+        if self.num_begun < self._num_runs:
             return
         if self._earlier:
             made += next(self._next)
@@ -53,11 +53,16 @@ _taking: _Taking | None = None
 def taking(take: Callable[[Tensor], None], num_runs: int = 1) -> Iterator[None]:
     """Have the last of `num_runs` runs of a graph inside call `take` with each block of memory that gradients have to
     themselves, once nothing in the graph reads or writes it any more, and the earlier runs' are added to it. The order
-    is the same in each run. What is left to add up says `has_sum`."""
+    is the same in each run.
+
+    Gradients of parameters are None before the first run. After each but the last they are accumulated as usual, into
+    the first run's memory; of the last run's gradients `has_sum` says which are the sum already.
+    """
     global _taking
-    _taking = _Taking(take, num_runs)
+    _taking = ours = _Taking(take, num_runs)
     try:
         yield
+        assert ours.num_begun in (0, num_runs), "all runs of the step are inside"
     finally:
         _taking = None
 
@@ -70,7 +75,7 @@ def begin_run() -> bool:
 
 
 def has_sum(gradient: Tensor) -> bool:
-    """Return whether those of the earlier runs are added to a gradient of the last one."""
+    """Return whether a gradient of the last run is already the sum over all runs."""
     return _taking is not None and gradient.untyped_storage().data_ptr() in _taking.summed
 
 

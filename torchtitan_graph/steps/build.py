@@ -61,7 +61,7 @@ class Steps:
 
     @property
     def is_one_graph(self) -> bool:
-        """Whether the gradients of a microbatch come from one graph (or eagerly), whose calls run one by one."""
+        """Whether the gradients of a microbatch come from one graph, or eagerly, and microbatches run one by one."""
         return self.recorders is None and not isinstance(self.step, (Pipeline, Accumulation))
 
     def close(self) -> None:

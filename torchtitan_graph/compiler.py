@@ -58,7 +58,7 @@ class PassPlan:
 
     blocks   the model's blocks, by their names
     buckets  names of parameters that are gathered, and whose gradients are reduced, together
-    packs_all  gradients are in buckets also where nothing in the graph reduces them
+    packs_all  whether gradients that nothing in the graph reduces are packed into buckets, too
     context  the modules that gather over the sequence, by their names
     offload  the modules whose activations are in the host's memory till backward, by their names
     costs    the cost model of nodes and collectives, by which collectives are placed

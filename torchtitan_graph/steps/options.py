@@ -71,7 +71,7 @@ class StepOptions:
     mtp_weight       weight of the loss of the layers that predict more tokens
     pipeline         the schedule of its stages, where there are any
     num_replicas     replica groups of the job, 1 without: `num_microbatches` are those of all together
-    sums_over_replicas  these sum each step's gradients, bucket by bucket
+    sums_over_replicas  whether the replica groups sum the gradients of each step
     fewer            schedules of fewer microbatches, by their number, where replicas that live divide them
     exchange         how tokens are exchanged for experts, besides by machine or not
     once             the parameters that a whole model's step gathers, and whose gradients it reduces, once: NONE,

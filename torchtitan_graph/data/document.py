@@ -23,5 +23,13 @@ class Pair(NamedTuple):
     rejected: Tokens
 
 
-# A text; or its token ids, without bos and eos, which packing adds; or all its tokens; or those of a pair.
-Document = str | np.ndarray | Tokens | Pair
+class Contexts(NamedTuple):
+    """A conversation as several contexts, one for each turn that is learned: each is packed as a document of its own,
+    and need not be in the same row."""
+
+    contexts: tuple[Tokens, ...]
+
+
+# A text; or its token ids, without bos and eos, which packing adds; or all its tokens; or those of a pair, or of the
+# contexts of a conversation.
+Document = str | np.ndarray | Tokens | Pair | Contexts

@@ -8,7 +8,7 @@ import numpy as np
 
 from torchtitan_graph.data.batch import IGNORE_INDEX, PAIRS_PER_ROW
 from torchtitan_graph.data.corpus import Corpus
-from torchtitan_graph.data.document import Document, Pair, Tokens
+from torchtitan_graph.data.document import Contexts, Document, Pair, Tokens
 from torchtitan_graph.data.tokenizer import Tokenizer
 from torchtitan_graph.errors import UserError
 
@@ -183,7 +183,7 @@ class Lane:
         """Return the number and the ids of the epoch's next document that has any."""
         assert self._documents is not None
         for index, document in self._documents:
-            assert not isinstance(document, (Tokens, Pair)), "those are packed whole"
+            assert not isinstance(document, (Tokens, Pair, Contexts)), "those are packed whole"
             ids = self._tokenizer.encode(document) if isinstance(document, str) else document
             if len(ids):
                 return index, ids
@@ -250,14 +250,14 @@ class WholeLane(Lane):
         while num_tokens < WINDOW_ROWS * seq_len and (item := next(self._documents, None)) is not None:
             index, document = item
             self._next_document = index + 1
-            assert isinstance(document, (Tokens, Pair)), "a corpus of whole documents"
-            kept, counts = self._fitted((document,) if isinstance(document, Tokens) else document)
-            self._uncounted += counts
-            if kept is None:
-                self._num_empty += 1
-            else:
-                documents.append(kept)
-                num_tokens += _size(kept)
+            for together in _packed_together(document):
+                kept, counts = self._fitted(together)
+                self._uncounted += counts
+                if kept is None:
+                    self._num_empty += 1
+                else:
+                    documents.append(kept)
+                    num_tokens += _size(kept)
         sizes = [*map(_size, documents)]
         most = PAIRS_PER_ROW if any(len(parts) > 1 for parts in documents) else len(sizes)
         rows = [[i] for i in range(len(sizes))] if self._packing.alone else best_fit(sizes, seq_len, most)
@@ -279,6 +279,14 @@ class WholeLane(Lane):
         if not all(part.is_target[1:room].any() for part in parts):
             return None, Counts(without_target=1)
         return tuple(Tokens(ids[:room], is_target[:room]) for ids, is_target in parts), Counts(cut=int(longest > room))
+
+
+def _packed_together(document: Document) -> list[tuple[Tokens, ...]]:
+    """Return what a row must hold together: a document; the two of a pair; each context by itself."""
+    if isinstance(document, Contexts):
+        return [(context,) for context in document.contexts]
+    assert isinstance(document, (Tokens, Pair)), "a corpus of whole documents"
+    return [(document,)] if isinstance(document, Tokens) else [tuple(document)]
 
 
 def _size(parts: tuple[Tokens, ...]) -> int:

@@ -526,8 +526,9 @@ class Model(Decoder):
     @property
     def modules_in_order(self) -> list[str]:
         base = self._list.rpartition(".")[0]
-        children = self.get_submodule(base).named_children()
-        inside = [f"{base}.{n}" for n, m in children if next(m.parameters(), None) is not None]
+        children = {f"{base}.{n}": m for n, m in self.get_submodule(base).named_children()}
+        # A stage may have no layers.
+        inside = [n for n, m in children.items() if n == self._list or next(m.parameters(), None) is not None]
         at = inside.index(self._list)
         return [*inside[:at], *self.blocks, *inside[at + 1 :], self._ends[1]]
 
@@ -640,13 +641,22 @@ class Model(Decoder):
         output, begin = self.output, next(name for name in self.modules_in_order if only is None or name in only)
         if loss is not None and last:
             put[self._ends[1]] = _Given(output, lambda x: loss(output, x, 0))
-        if not first:  # a model may scale what it takes for its embeddings: the stage begins with what it was sent
-            run = put.get(begin) or self.get_submodule(begin)
+        # A model may change what it takes for its embeddings, and what its base returns: a stage begins right after.
+        if begin == self._ends[1]:
+            base = self._theirs[0].base_model
+
+            def run_base(*args: Any, **kwargs: Any) -> Any:
+                found = base(*args, **kwargs)
+                found["last_hidden_state"] = tokens_BL
+                return found
+
+            put[self._theirs[0].base_model_prefix] = _Given(base, run_base)
+        elif not first:
+            run = self.get_submodule(begin)
             put[begin] = _Given(run, lambda _, *args, **kwargs: run(tokens_BL, *args, **kwargs))
-        running = Running(self._names, masks)
+        running, is_double = Running(self._names, masks), next(self.parameters()).dtype == torch.float64
         held = {name: self._replace(name, module) for name, module in put.items()}
         try:
-            is_double = next(self.parameters()).dtype == torch.float64
             with run_with(running), InDouble() if is_double else nullcontext():
                 theirs: Any = self._theirs[0] if last else self._theirs[0].base_model
                 # What it is given for embeddings it may write to.
@@ -659,7 +669,7 @@ class Model(Decoder):
                 raise  # the tracer's own
             raise UserError(f"{type(self._theirs[0]).__name__}: {error} ({_line_of(error)})") from error
         finally:
-            for name, module in held.items():
+            for name, module in reversed(held.items()):  # a module's before those inside of it
                 self._replace(name, module)
         if not side_outputs:
             return result

@@ -587,6 +587,28 @@ def test_two_stages_compute_what_the_whole_model_does(kind: str) -> None:
         assert torch.equal(logits_BLV, model(tokens_BL, positions_BL, masks))
 
 
+@pytest.mark.parametrize("kind", ["llama", "minicpm3", "mixtral", "ctrl"])
+def test_stages_of_one_module_each_compute_what_the_whole_model_does(kind: str) -> None:
+    """Of models that scale what their output layer takes, too."""
+    whole = on_meta(kind)
+    tokens_BL, positions_BL = torch.arange(22).reshape(2, 11), torch.arange(11).expand(2, -1)
+    models = {name: on_meta(kind) for name in whole.modules_in_order}
+    for name, stage in models.items():
+        stage.keep([name])
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for model in (whole, *models.values()):
+            allocate(model, torch.float64)
+            model.init_buffers()
+        values = {name: parameter.normal_(0, 0.1) for name, parameter in whole.named_parameters()}
+        masks, x = whole.masks(torch.zeros_like(tokens_BL), positions_BL), tokens_BL
+        for name, stage in models.items():
+            for n, parameter in stage.named_parameters():
+                parameter.copy_(values[n])
+            x = stage(x, positions_BL, masks, only=[name])
+        assert torch.equal(x, whole(tokens_BL, positions_BL, masks))
+
+
 def test_a_parameter_that_takes_no_gradient_still_takes_none() -> None:
     model = on_meta("qwen2")
     model.model.norm.weight.requires_grad_(False)

@@ -11,8 +11,9 @@ import numpy as np
 from torchtitan_graph.config import job
 from torchtitan_graph.config.columns import COLUMNS
 from torchtitan_graph.config.option import did_you_mean
-from torchtitan_graph.data.chat import ChatTemplate, messages_of
+from torchtitan_graph.data.chat import ChatTemplate
 from torchtitan_graph.data.document import Document, Pair, Tokens
+from torchtitan_graph.data.messages import messages_of
 from torchtitan_graph.data.tokenizer import Tokenizer
 from torchtitan_graph.errors import UserError
 

@@ -8,7 +8,8 @@ import pytest
 from templates import BEFORE, CHATML, ENDS, QWEN3, SPECIAL, TAGGED, TEMPLATES
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from torchtitan_graph.data.chat import ChatTemplate, messages_of
+from torchtitan_graph.data.chat import ChatTemplate
+from torchtitan_graph.data.messages import messages_of
 from torchtitan_graph.data.tokenizer import load_tokenizer
 from torchtitan_graph.errors import UserError
 

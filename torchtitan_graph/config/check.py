@@ -11,6 +11,7 @@ from torchtitan_graph.config.columns import find_wrong_column
 from torchtitan_graph.config.job import (
     OPTIONS,
     JobConfig,
+    LRScheduler,
     Problem,
     Validation,
     ValidationSet,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 _HELD_OUT = "without a corpus of its own validation reads documents that training holds out, in training.format"
 SMALLEST_WEIGHT = 10000  # parts of the sum: a mixture rounds weights to parts of somewhat more rows
+_MOST_CHOICES = 16  # in one message
 MOST_RANKS = 2**20  # several times the largest cluster; torch lists the ranks of a group
 MOST_TOKENS = 2**26  # that a rank takes at a time: the bytes of all pairs of them, by head, are then numbers of 64 bits
 # Environment variables that are numbers, and the least of each.
@@ -218,6 +220,36 @@ def _other_degrees(config: JobConfig) -> int:
     return math.prod(getattr(config.parallelism, key) for key in _DEGREES if key != _SHARD)
 
 
+def _legal_degrees(config: JobConfig, key: str, world_size: int) -> list[int]:
+    """Return the values of a degree with which the degrees, the others as they are, multiply to `world_size`."""
+    given = {each: getattr(config.parallelism, each) for each in _DEGREES}
+    is_inferred = key != _SHARD and given[_SHARD] == -1
+    rest = math.prod(value for each, value in given.items() if each != key and value != -1)
+    if world_size % rest:
+        return []
+    return divisors(world_size // rest) if is_inferred else [world_size // rest]
+
+
+def divisors(number: int) -> list[int]:
+    """Return the divisors of a number, ascending."""
+    low = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*low, *(number // n for n in low)})
+
+
+def _or(numbers: Sequence[int]) -> str:
+    """Return numbers as the choices in a message; of many, the smallest and the largest."""
+    words = [str(number) for number in numbers]
+    if len(words) > _MOST_CHOICES:
+        words = [*words[: _MOST_CHOICES // 2], "...", *words[-_MOST_CHOICES // 2 :]]
+    return " or ".join([*([", ".join(words[:-1])] if words[1:] else []), words[-1]])
+
+
+def _near(number: int, factor: int) -> str:
+    """Return the multiples of a factor next to a number that is not one, for a message."""
+    below = number // factor * factor
+    return _or([multiple for multiple in (below, below + factor) if multiple])
+
+
 def _degrees(config: JobConfig, world_size: int) -> Iterator[Problem]:
     degrees = config.parallelism
     shards = shard_degree(config, world_size)
@@ -230,12 +262,16 @@ def _degrees(config: JobConfig, world_size: int) -> Iterator[Problem]:
             for key, degree in of.items()
             if degree > 1 or not key.startswith(("pipeline", "context"))
         ]
-        culprit = next((key for key in _DEGREES if getattr(degrees, key) > 1), _SHARD)
+        legal = {key: _legal_degrees(config, key, world_size) for key in _DEGREES if getattr(degrees, key) > 1}
+        culprit = next((key for key, values in legal.items() if values), next(iter(legal), _SHARD))
+        instead = [f"set it to {_or(legal[culprit])}"] if legal.get(culprit) else []
+        if world_size % _other_degrees(config) == 0:
+            instead.append(f"set {_SHARD} to -1, which is then {world_size // _other_degrees(config)}")
+        count = f"a multiple of {_other_degrees(config)}" if inferred else str(product)
         yield Problem(
             f"parallelism.{culprit}",
             f"the degrees must multiply to the number of processes: {' * '.join(shown)} = {product}, not {world_size};"
-            f" start {product} processes, or let data_parallel_shard_degree be -1 and the product of the others divide"
-            f" {world_size}",
+            f" {', or '.join([*instead, f'start {count} processes'])}",
         )
     data_degree = degrees.data_parallel_replicate_degree * shards
     microbatch = config.training.local_batch_size * data_degree
@@ -244,7 +280,7 @@ def _degrees(config: JobConfig, world_size: int) -> Iterator[Problem]:
         yield Problem(
             "training.global_batch_size",
             f"must be a multiple of training.local_batch_size {config.training.local_batch_size} * data-parallel degree"
-            f" {data_degree} = {microbatch}, or -1",
+            f" {data_degree} = {microbatch}, such as {_near(rows, microbatch)}, or -1",
         )
     replicas = config.fault_tolerance.replicas if config.fault_tolerance.enable else 1
     if rows != -1 and rows < microbatch * replicas and rows % microbatch == 0:
@@ -263,7 +299,8 @@ def _degrees(config: JobConfig, world_size: int) -> Iterator[Problem]:
     if pp > 1 and config.training.local_batch_size % degrees.pipeline_parallel_microbatch_size:
         yield Problem(
             "parallelism.pipeline_parallel_microbatch_size",
-            f"must divide training.local_batch_size {config.training.local_batch_size}",
+            f"must divide training.local_batch_size {config.training.local_batch_size}: set it to"
+            f" {_or(divisors(config.training.local_batch_size))}",
         )
 
 
@@ -273,18 +310,19 @@ def _experts(config: JobConfig, world_size: int) -> Iterator[Problem]:
     ep, etp = degrees.expert_parallel_degree, degrees.expert_tensor_parallel_degree
     if etp not in (1, tp):
         yield Problem(_ETP, f"legal are 1, each expert whole, and {_TP} {tp}")
-    if ep > 1 and shards * cp * tp % (ep * etp):
+    ranks = shards * cp * tp
+    if ep > 1 and ranks % (ep * etp):
         yield Problem(
             _EP,
             f"experts reuse the ranks of data_parallel_shard_degree {shards} * context_parallel_degree {cp} *"
-            f" tensor_parallel_degree {tp} = {shards * cp * tp}; expert_parallel_degree * expert_tensor_parallel_degree"
-            f" {etp} must divide that",
+            f" tensor_parallel_degree {tp} = {ranks}; expert_parallel_degree * expert_tensor_parallel_degree {etp} must"
+            f" divide that: set this to {_or(divisors(max(1, ranks // etp)))}",
         )
     near = degrees.ranks_per_machine
     if near is not None and world_size % near and ep > 1 and degrees.expert_exchange == "by_machine":
-        legal = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
         yield Problem(
-            "parallelism.ranks_per_machine", f"{world_size} processes don't fill machines of as many; legal are {legal}"
+            "parallelism.ranks_per_machine",
+            f"{world_size} processes don't fill machines of as many; set it to {_or(divisors(world_size))}",
         )
 
 
@@ -319,10 +357,14 @@ def _rows(config: JobConfig) -> Iterator[Problem]:
                 " most; use shorter rows or fewer of them",
             )
         if cp > 1 and seq_len % (2 * cp):
-            yield Problem(key, f"context parallel's zigzag sharding needs a multiple of 2 * {_CP} {cp} = {2 * cp}")
+            yield Problem(
+                key,
+                f"context parallel's zigzag sharding needs a multiple of 2 * {_CP} {cp} = {2 * cp},"
+                f" such as {_near(seq_len, 2 * cp)}",
+            )
         elif seq_len % (cp * tp):
             needed = f"{_CP} {cp} * {_TP} {tp} = {cp * tp}" if cp > 1 else f"{_TP} {tp}"
-            yield Problem(key, f"sequence parallel needs a multiple of {needed}")
+            yield Problem(key, f"sequence parallel needs a multiple of {needed}, such as {_near(seq_len, cp * tp)}")
 
 
 def _loss(config: JobConfig) -> Iterator[Problem]:
@@ -511,14 +553,52 @@ def _optimizer(config: JobConfig) -> Iterator[Problem]:
         yield Problem("optimizer.param_groups", f"name: is for optimizer.name = Muon, not {name}; remove it")
 
 
+def _last_factor(schedule: LRScheduler, total_steps: int) -> float:
+    """Return the part of the peak that the learning rate keeps after the schedule's end; see optim/schedule.py."""
+    after_warmup = max(0, total_steps - schedule.warmup_steps)
+    part = 1.0 if schedule.decay_ratio is None else schedule.decay_ratio
+    return schedule.min_lr_factor if min(round(part * total_steps), after_warmup) else 1.0
+
+
+def _never(config: JobConfig) -> Iterator[Problem]:
+    """Yield each number of steps that is longer than the run, so that what it spaces never happens, or only at the
+    end."""
+    steps, profiling = config.training.steps, config.profiling
+    only_after = {
+        "validation.freq": ("validates", config.validation.enable),
+        "samples.freq": ("writes samples", bool(config.samples.prompts)),
+        "checkpoint.interval": (
+            "saves a checkpoint",
+            config.checkpoint.enable and not config.checkpoint.load_only and not config.checkpoint.interval_minutes,
+        ),
+    }
+    never = {
+        "profiling.profile_freq": (
+            "nothing is profiled",
+            profiling.enable_profiling or profiling.enable_memory_snapshot,
+        ),
+        "metrics.histogram_freq": ("no histogram is written", config.metrics.enable_tensorboard),
+        "checkpoint.keep_every": ("no checkpoint is kept for good", config.checkpoint.enable),
+    }
+    for key, (what, is_on) in never.items():
+        if is_on and get(config, key) > steps:
+            yield Problem(key, f"{what}, for the run has training.steps {steps}: set it to at most that")
+    for key, (what, is_on) in only_after.items():
+        if is_on and is_set(config, key) and get(config, key) > steps:
+            yield Problem(key, f"the run {what} only after its last step, for it has training.steps {steps}")
+
+
 def _notices(config: JobConfig) -> Iterator[Problem]:
     """Yield each option that is set and has no effect, or one that may surprise."""
     total_steps, steps = config.lr_scheduler.total_steps, config.training.steps
     if total_steps is not None and total_steps < steps:
+        rate = config.optimizer.lr * _last_factor(config.lr_scheduler, total_steps)
+        then = f"stays at {rate:g}" if rate else "is 0, and nothing is learned"
         yield Problem(
             "lr_scheduler.total_steps",
-            f"the schedule ends before training.steps {steps}; the learning rate then stays where it is",
+            f"the schedule ends before training.steps {steps}; from step {total_steps + 1} on the learning rate {then}",
         )
+    yield from _never(config)
     degrees, stages = config.parallelism, [key for key in OPTIONS if key.startswith(f"{_PP.removesuffix('degree')}")]
     if degrees.expert_tensor_parallel_degree > 1 and degrees.expert_parallel_degree == 1:
         yield Problem(_ETP, f"experts are split as all else while {_EP} is 1")

@@ -12,7 +12,16 @@ import torchtitan_graph
 from torchtitan_graph.config.job import OPTIONS, JobConfig
 from torchtitan_graph.config.manual import option_help
 from torchtitan_graph.config.option import brief
-from torchtitan_graph.config.resolve import COMMAND_LINE, NAMES, Resolution, Setting, is_flag, problem_list, resolve
+from torchtitan_graph.config.resolve import (
+    COMMAND_LINE,
+    NAMES,
+    Resolution,
+    Setting,
+    is_flag,
+    notices,
+    problem_list,
+    resolve,
+)
 from torchtitan_graph.config.support import REFUSED, RENAMED
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.nearest import nearest
@@ -58,7 +67,7 @@ def load(argv: Sequence[str]) -> JobConfig:
     refused = [str(finding) for finding in result.findings if finding.verdict == REFUSED]
     if refused:
         raise UserError(problem_list(refused))
-    result.config.notices = [str(finding) for finding in result.findings]
+    result.config.notices = notices(result.findings)
     return result.config
 
 

@@ -79,6 +79,31 @@ def problem_list(problems: Sequence[str]) -> str:
     return "\n  ".join([f"{count} in the configuration:", *problems[:MOST_TOLD], *more])
 
 
+def _now_called(key: str) -> str:
+    return f"is now called {key}"
+
+
+def notices(findings: Sequence[Finding]) -> list[str]:
+    """Return a line for each finding, and one line for all keys of a source that are only called otherwise now."""
+    renamed: dict[str, list[Finding]] = {}
+    for finding in findings:
+        if finding.why == _now_called(RENAMED.get(finding.setting.key, "")):
+            renamed.setdefault(finding.setting.source, []).append(finding)
+    found = []
+    for finding in findings:
+        group = renamed.get(finding.setting.source, [])
+        if len(group) < 2 or finding not in group:
+            found.append(str(finding))
+        elif finding is group[0]:
+            source = finding.setting.source
+            pairs = ", ".join(f"{each.setting.key} is {RENAMED[each.setting.key]}" for each in group)
+            how = f"; python -m torchtitan_graph.translate --job.config_file {source} --out NEW.toml writes them"
+            found.append(
+                f"{source}: changed: {len(group)} keys have new names: {pairs}{how if source != COMMAND_LINE else ''}"
+            )
+    return found
+
+
 def resolve(settings: Sequence[Setting], result: Resolution) -> None:
     """Check every setting and store it in the configuration; a later setting of a key overrides an earlier one."""
     given = {(setting.source, setting.key) for setting in settings}
@@ -88,7 +113,7 @@ def resolve(settings: Sequence[Setting], result: Resolution) -> None:
         if new_key and (setting.source, new_key) in given:
             result.refuse(setting, f"is the old name of {new_key}, which is set as well; keep one of them")
         elif new_key in OPTIONS:
-            result.findings.append(Finding(CHANGED, setting, f"is now called {new_key}"))
+            result.findings.append(Finding(CHANGED, setting, _now_called(new_key)))
         key = new_key or setting.key
         if key in UNSUPPORTED or _is_unsupported_value(key, setting.value):
             effective[key] = setting

@@ -86,6 +86,7 @@ UNSUPPORTED = {
     "metrics.disable_color_printing": _ignore(
         False, "set the environment variable NO_COLOR=1 for a log without colour"
     ),
+    "metrics.enable_color_printing": _ignore(True, "set the environment variable NO_COLOR=1 for a log without colour"),
     "metrics.save_tb_folder": _ignore("tb", "TensorBoard files are in tb, in job.dump_folder"),
     "metrics.rank_0_only": _refuse(True, "set metrics.save_for_all_ranks = true in its place"),
     "optimizer.fused": _refuse(True, "set optimizer.implementation = 'foreach' in its place"),
@@ -150,6 +151,8 @@ UNSUPPORTED = {
     "quantize.linear.mx.use_fp8_dim1_cast_triton_kernel": _gone("casts are operations of the graph"),
     "float8.enable_float8_linear": _refuse(False, _FLOAT8),
     "training.enable_float8_linear": _refuse(False, _FLOAT8),
+    "training.enable_fp8_linear": _refuse(False, _FLOAT8),
+    "training.data_parallel_type": _refuse("fsdp", "set parallelism.data_parallel_replicate_degree in its place"),
     "training.fp8_linear": Unsupported(REFUSED, _FLOAT8, ("", False)),
     **{f"float8.scaling_type_{name}": _refuse("dynamic", _DELAYED) for name in ("input", "weight", "grad_output")},
     "float8.force_recompute_fp8_weight_in_bwd": _gone("weights are quantised outside the graph"),
@@ -219,13 +222,17 @@ RENAMED = {
     "training.deterministic": "debug.deterministic",
     "training.data_parallel_replicate_degree": "parallelism.data_parallel_replicate_degree",
     "training.data_parallel_shard_degree": "parallelism.data_parallel_shard_degree",
+    "training.data_parallel_degree": "parallelism.data_parallel_shard_degree",
     "training.tensor_parallel_degree": "parallelism.tensor_parallel_degree",
+    "training.pipeline_parallel_degree": "parallelism.pipeline_parallel_degree",
     "training.disable_loss_parallel": "parallelism.disable_loss_parallel",
     "training.warmup_steps": "lr_scheduler.warmup_steps",
     "lr_scheduler.lr_min": "lr_scheduler.min_lr_factor",
     **{f"experimental.{name}": f"parallelism.{name}" for name in _ONCE_EXPERIMENTAL},
     "checkpoint.enable_checkpoint": "checkpoint.enable",
     "checkpoint.model_weights_only": "checkpoint.last_save_model_only",
+    "checkpoint.last_save_model_weights_only": "checkpoint.last_save_model_only",
+    "checkpoint.initial_load_model_weights_only": "checkpoint.initial_load_model_only",
     "validation.enabled": "validation.enable",
     "memory_estimation.enabled": "memory_estimation.enable",
     **{f"float8.{name}": f"quantize.linear.float8.{name}" for name in _LINEAR_FLOAT8},
@@ -344,7 +351,7 @@ NAMES_ELSEWHERE = {
         " hidden_dim head_dim ffn_hidden_size intermediate_size vocab_size num_experts depth model.layers model.dim",
         "model.num_mtp_layers": "mtp_num_layers num_nextn_predict_layers",
         "model.attn": "attn_implementation attn_impl attention_backend flash_attn flash_attention flex_attention"
-        " use_flash_attn use_flash_attention sdp_attention xformers_attention",
+        " use_flex_attn use_flash_attn use_flash_attention sdp_attention xformers_attention",
         "model.freeze": "freeze_layers frozen_modules unfrozen_parameters freeze_trainable_layers training.freeze",
         "model.lora.rank": "lora_r lora_rank lora.r model.lora.r peft_rank adapter peft use_peft use_lora",
         "model.lora.alpha": "lora_alpha",
@@ -371,7 +378,7 @@ NAMES_ELSEWHERE = {
         " expert_parallel",
         "parallelism.expert_tensor_parallel_degree": "expert_tensor_parallel_size",
         "parallelism.data_parallel_shard_degree": "fsdp fsdp_size fsdp_degree use_fsdp fsdp_config dp dp_size"
-        " dp_shard dp_shard_size dp_shard_degree data_parallel_size data_parallel_degree deepspeed zero_stage"
+        " dp_shard dp_shard_size dp_shard_degree data_parallel_size deepspeed zero_stage"
         " zero_optimization sharding_strategy",
         "parallelism.data_parallel_replicate_degree": "ddp dp_replicate dp_replicate_size dp_replicate_degree",
         "parallelism.fsdp_reshard_after_forward": "reshard_after_forward",

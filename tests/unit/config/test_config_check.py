@@ -1,6 +1,9 @@
 """Checks of several options against each other and against the number of processes."""
 
+import re
+
 import pytest
+import torch
 from fsspec.registry import known_implementations
 
 from torchtitan_graph.config import (
@@ -13,6 +16,7 @@ from torchtitan_graph.config import (
     smallest_world,
 )
 from torchtitan_graph.errors import UserError
+from torchtitan_graph.optim import build_lr_scheduler
 
 BUDGET = "--activation_checkpoint.mode memory_budget --activation_checkpoint.memory_budget"
 
@@ -46,10 +50,42 @@ def test_degrees_must_multiply_to_the_world_size() -> None:
     assert problems("--parallelism.tensor_parallel_degree 3 --training.seq_len 6", 8) == [
         "command line: parallelism.tensor_parallel_degree = 3: the degrees must multiply to the number of processes:"
         " data_parallel_replicate_degree 1 * data_parallel_shard_degree 2 (inferred) * tensor_parallel_degree 3 = 6,"
-        " not 8; start 6 processes, or let data_parallel_shard_degree be -1 and the product of the others divide 8"
+        " not 8; set it to 1, 2, 4 or 8, or start a multiple of 3 processes"
     ]
     assert "= 4, not 2" in problems("--parallelism.data_parallel_shard_degree 4", 2)[0]
     assert "= 16, not 8" in problems("--parallelism.tensor_parallel_degree 16", 8)[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "world_size", "said"),
+    [
+        (
+            "tensor_parallel_degree 3",
+            64,
+            "tensor_parallel_degree = 3: .* set it to 1, 2, 4, 8, 16, 32 or 64, or start a",
+        ),
+        (
+            "pipeline_parallel_degree 2 --parallelism.tensor_parallel_degree 3",
+            64,
+            "tensor_parallel_degree = 3: .* set it to 1, 2, 4, 8, 16 or 32, or start a multiple of 6 processes",
+        ),
+        (
+            "data_parallel_shard_degree 3 --parallelism.tensor_parallel_degree 2",
+            64,
+            "data_parallel_shard_degree = 3: .* set it to 32, or set data_parallel_shard_degree to -1, which is",
+        ),
+        ("data_parallel_shard_degree 4", 2, "data_parallel_shard_degree = 4: .* set it to 2, or .* or start 4 proc"),
+        ("tensor_parallel_degree 7", 5040 * 11 + 1, "set it to 1 or 55441, or start a multiple of 7"),
+        (
+            "tensor_parallel_degree 11",
+            5040,
+            r"set it to 1, 2, 3, 4, 5, 6, 7, 8, \.\.\., 630, .*, 2520 or 5040, or start",
+        ),
+    ],
+)
+def test_a_wrong_degree_is_answered_by_those_that_work(arguments: str, world_size: int, said: str) -> None:
+    (found,) = problems(f"--parallelism.{arguments} --training.seq_len 4620", world_size)
+    assert re.search(said, found), found
 
 
 def test_experts_reuse_ranks_of_the_other_axes() -> None:
@@ -58,7 +94,7 @@ def test_experts_reuse_ranks_of_the_other_axes() -> None:
     arguments = "--parallelism.expert_parallel_degree 4 --parallelism.tensor_parallel_degree 2"
     assert check(load(arguments.split()), 4) == []
     (said,) = problems(f"{arguments} --parallelism.expert_tensor_parallel_degree 2", 4)
-    assert "= 4; expert_parallel_degree * expert_tensor_parallel_degree 2 must divide that" in said
+    assert "= 4; expert_parallel_degree * expert_tensor_parallel_degree 2 must divide that: set this to 1 or 2" in said
     arguments = "--parallelism.expert_tensor_parallel_degree 4 --parallelism.tensor_parallel_degree 2"
     assert problems(arguments, 2) == [
         "command line: parallelism.expert_tensor_parallel_degree = 4: legal are 1, each expert whole, and"
@@ -93,8 +129,9 @@ def test_the_smallest_number_of_processes(arguments: str, ranks: int) -> None:
 def test_batch_must_divide() -> None:
     assert problems("--training.global_batch_size 24", 2) == [
         "command line: training.global_batch_size = 24: must be a multiple of training.local_batch_size 8"
-        " * data-parallel degree 2 = 16, or -1"
+        " * data-parallel degree 2 = 16, such as 16 or 32, or -1"
     ]
+    assert "4 = 32, such as 32, or -1" in problems("--training.global_batch_size 24", 4)[0]
 
 
 def test_sequence_parallel_must_divide() -> None:
@@ -339,7 +376,7 @@ def test_what_needs_a_graph_is_refused_in_eager_mode(words: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "notice"),
     [
-        ("--lr_scheduler.total_steps 10", "the schedule ends before training.steps 10000"),
+        ("--lr_scheduler.total_steps 10", "from step 11 on the learning rate stays at 0.0008"),
         ("--checkpoint.remote_folder memory://run", "nothing is copied while checkpoint.enable is false"),
         ("--debug.verify_passes --compile.mode eager", "compile.mode = eager has no graph, and runs no passes"),
         ("--debug.dump_graphs --compile.mode eager", "compile.mode = eager has no graph, and runs no passes"),
@@ -367,6 +404,54 @@ def test_what_needs_a_graph_is_refused_in_eager_mode(words: str) -> None:
 def test_what_has_no_effect_is_said(arguments: str, notice: str) -> None:
     notices = check(load(arguments.split()), 1)
     assert len(notices) == 1 and notice in notices[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "notice"),
+    [
+        (
+            "--profiling.enable_profiling --profiling.profile_freq 11",
+            "profile_freq = 11: nothing is profiled, for the run",
+        ),
+        ("--profiling.enable_memory_snapshot --profiling.profile_freq 11", "nothing is profiled, for the run has"),
+        ("--metrics.enable_tensorboard --metrics.histogram_freq 11", "no histogram is written, for the run has"),
+        (
+            "--checkpoint.enable --checkpoint.keep_every 11",
+            "no checkpoint is kept for good, for the run has training.st",
+        ),
+        ("--checkpoint.enable --checkpoint.interval 11", "the run saves a checkpoint only after its last step, for it"),
+        ("--validation.enable --validation.freq 11", "the run validates only after its last step, for it has training"),
+        ("--samples.prompts a --samples.freq 11", "the run writes samples only after its last step, for it has"),
+    ],
+)
+def test_what_a_run_is_too_short_for_is_said(arguments: str, notice: str) -> None:
+    (said,) = check(load([*arguments.split(), "--training.steps", "10"]), 1)
+    assert notice in said
+    assert check(load([*arguments.split(), "--training.steps", "11"]), 1) == []
+
+
+def test_what_spaces_nothing_may_be_longer_than_the_run() -> None:
+    words = "--training.steps 10 --profiling.profile_freq 11 --checkpoint.interval 11 --validation.freq 11"
+    assert check(load(words.split()), 1) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("--lr_scheduler.warmup_steps 2", "from step 11 on the learning rate is 0, and nothing is learned"),
+        ("--lr_scheduler.warmup_steps 2 --lr_scheduler.min_lr_factor 0.1", "the learning rate stays at 8e-05"),
+        ("--lr_scheduler.warmup_steps 2 --lr_scheduler.decay_ratio 0.04", "the learning rate stays at 0.0008"),
+        ("--lr_scheduler.warmup_steps 2 --lr_scheduler.decay_ratio 0.9", "the learning rate is 0"),
+        ("--lr_scheduler.warmup_steps 10 --lr_scheduler.min_lr_factor 0.1", "the learning rate stays at 0.0008"),
+    ],
+)
+def test_the_rate_after_a_schedule_is_said(arguments: str, said: str) -> None:
+    config = load([*arguments.split(), "--lr_scheduler.total_steps", "10"])
+    (notice,) = check(config, 1)
+    assert said in notice
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=config.optimizer.lr)
+    last = build_lr_scheduler(optimizer, config.lr_scheduler, 1000).factor(10)  # of step 11
+    assert f"{config.optimizer.lr * last:g}" in (notice if last else "0")
 
 
 def test_auto_in_a_pipeline_without_pairs_is_said_to_do_nothing() -> None:

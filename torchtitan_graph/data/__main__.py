@@ -42,14 +42,12 @@ class Document(NamedTuple):
 
 
 def documents_of(tokens_L: torch.Tensor, labels_L: torch.Tensor, documents_L: torch.Tensor) -> list[Document]:
-    """Return the documents in a row, without padding, which is one that has no target and holds the last place."""
+    """Return the documents in a row, without its padding."""
     found = []
     for number in range(int(documents_L.max()) + 1):
         places = (documents_L == number).nonzero().flatten()
         learned = [False, *(labels_L[places[:-1]] != IGNORE_INDEX).tolist()]
-        is_last = int(places[-1]) == len(tokens_L) - 1
-        if any(learned) or len(places) == 1 and not is_last or labels_L[places[-1]] != IGNORE_INDEX:
-            found.append(Document(tokens_L[places].tolist(), learned))
+        found.append(Document(tokens_L[places].tolist(), learned))
     return found
 
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 IGNORE_INDEX = -100  # the default ignore_index of torch's cross_entropy
+PADDING = -1  # the number of the document where a position is padding
 PAIRS_PER_ROW = 16  # of preferences, at most: pair k is the documents 2k and 2k + 1 of its row
 BYTES_PER_TOKEN = 4 * 8  # of a batch
 
@@ -19,7 +20,8 @@ class Batch(NamedTuple):
         and in padding. A document that is split at a row's end keeps the target of its last token there.
     positions_BL: place of a token in its document's part in this row: 0 at a document's first token and at
         a row's first, always below L.
-    documents_BL: number of the document within its row, from 0; padding is a document of its own.
+    documents_BL: number of the document within its row, from 0; PADDING where there is none, which masks take for a
+        document of its own.
     """
 
     tokens_BL: torch.Tensor

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from torchtitan_graph.data.batch import IGNORE_INDEX, PAIRS_PER_ROW
+from torchtitan_graph.data.batch import IGNORE_INDEX, PADDING, PAIRS_PER_ROW
 from torchtitan_graph.data.corpus import Corpus
 from torchtitan_graph.data.document import Contexts, Document, Pair, Tokens
 from torchtitan_graph.data.tokenizer import Tokenizer
@@ -112,7 +112,7 @@ class Lane:
             tokens_L[place:] = self._tokenizer.eos_id
             labels_L[place:] = IGNORE_INDEX
             positions_L[place:] = np.arange(seq_len - place)
-            documents_L[place:] = documents_L[place - 1] + 1 if place else 0
+            documents_L[place:] = PADDING
         self.filled = place
         return row
 

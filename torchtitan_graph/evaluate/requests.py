@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan_graph.data.batch import IGNORE_INDEX, Batch
+from torchtitan_graph.data.batch import IGNORE_INDEX, PADDING, Batch
 from torchtitan_graph.data.tokenizer import Tokenizer, load_tokenizer
 from torchtitan_graph.evaluate.model import Evaluated
 from torchtitan_graph.parallel.agree import files_group, gather_from_ranks
@@ -108,16 +108,16 @@ def _batch(rows: Sequence[Sequence[Request]], num_rows: int, length: int, tokeni
     tokens_BL.fill_(tokenizer.eos_id)
     labels_BL.fill_(IGNORE_INDEX)
     for number in range(num_rows):
-        begin, document = 0, 0
-        for document, request in enumerate(rows[number] if number < len(rows) else (), 1):
+        begin = 0
+        for document, request in enumerate(rows[number] if number < len(rows) else ()):
             end = begin + len(request.tokens) - 1
             tokens_BL[number, begin:end] = torch.tensor(request.tokens[:-1])
             labels_BL[number, end - request.num_scored : end] = torch.tensor(request.tokens[-request.num_scored :])
             positions_BL[number, begin:end] = torch.arange(end - begin)
-            documents_BL[number, begin:end] = document - 1
+            documents_BL[number, begin:end] = document
             begin = end
         positions_BL[number, begin:] = torch.arange(length - begin)
-        documents_BL[number, begin:] = document
+        documents_BL[number, begin:] = PADDING
     return Batch(tokens_BL, labels_BL, positions_BL, documents_BL)
 
 

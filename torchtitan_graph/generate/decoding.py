@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from torchtitan_graph.data.batch import PADDING
 from torchtitan_graph.models.layers.attention import Seen
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.models.layers.masks import Mask, build_mask
@@ -66,8 +67,8 @@ class Decoding:
         self.tokens_BL = torch.zeros(len(prompts), room, dtype=torch.int64, device=device)
         for row_L, prompt in zip(self.tokens_BL, prompts, strict=True):
             row_L[self.end - len(prompt) : self.end] = torch.tensor(prompt, device=device)
-        self.documents_BL = (places_L >= padding_B1).long()
-        self.positions_BL = torch.where(self.documents_BL == 1, places_L - padding_B1, places_L)
+        self.documents_BL = torch.where(places_L < padding_B1, PADDING, 0)
+        self.positions_BL = torch.where(self.documents_BL == 0, places_L - padding_B1, places_L)
         self.cache = Cache(room) if cache else None
 
     @torch.no_grad()

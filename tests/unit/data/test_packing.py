@@ -5,7 +5,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from torchtitan_graph.data import IGNORE_INDEX
+from torchtitan_graph.data import IGNORE_INDEX, PADDING
 from torchtitan_graph.data.corpus import ShuffledCorpus
 from torchtitan_graph.data.document import Tokens
 from torchtitan_graph.data.packing import WINDOW_ROWS, Counts, Cursor, Lane, Packing, WholeLane, best_fit, open_lane
@@ -39,7 +39,7 @@ def expected_rows(documents, seq_len) -> list[np.ndarray]:
         for number, document in enumerate(documents)
         for token, target in zip(document, [*document[1:], IGNORE_INDEX], strict=True)
     ]
-    padding = (TOKENIZER.eos_id, IGNORE_INDEX, len(documents))
+    padding = (TOKENIZER.eos_id, IGNORE_INDEX, PADDING)
     stream += [padding] * (-len(stream) % seq_len)
     rows = []
     for start in range(0, len(stream), seq_len):
@@ -48,7 +48,7 @@ def expected_rows(documents, seq_len) -> list[np.ndarray]:
             same = place > 0 and row[place - 1][2] == number
             positions.append(positions[-1] + 1 if same else 0)
         tokens, labels, numbers = zip(*row, strict=True)
-        rows.append(np.array([tokens, labels, positions, np.array(numbers) - numbers[0]]))
+        rows.append(np.array([tokens, labels, positions, [PADDING if n == PADDING else n - numbers[0] for n in numbers]]))
     return rows
 
 
@@ -71,7 +71,7 @@ def test_after_the_last_epoch_padding_follows_for_ever(texts_source, texts, seq_
         assert (labels_L == IGNORE_INDEX).all()
         assert (tokens_L == TOKENIZER.eos_id).all()
         assert positions_L.tolist() == list(range(seq_len))
-        assert (documents_L == 0).all()
+        assert (documents_L == PADDING).all()
 
 
 @pytest.mark.parametrize("epochs", [0, 3])
@@ -206,7 +206,8 @@ def test_conversations_are_in_one_row_each_and_once(sizes, too_long, alone):
         for document in np.unique(documents_L[: lane._packing.seq_len]):
             mine = documents_L == document
             number, size = tokens_L[mine][0], int(mine.sum())
-            if number == TOKENIZER.eos_id:  # padding
+            assert (number == TOKENIZER.eos_id) == (document == PADDING)
+            if document == PADDING:
                 assert (labels_L[mine] == IGNORE_INDEX).all()
                 continue
             assert (tokens_L[mine] == number).all() and number not in found

@@ -20,8 +20,9 @@ import torch.distributed as dist
 
 from torchtitan_graph import device as devices
 from torchtitan_graph.blueprint import Blueprint
-from torchtitan_graph.checkpoint import SaveError
-from torchtitan_graph.config import JobConfig, check, load, ranks_asked_for, ranks_started, run_folder
+from torchtitan_graph.checkpoint import SaveError, is_new_run
+from torchtitan_graph.checkpoint.folder import checkpoint_folder
+from torchtitan_graph.config import JobConfig, check, check_beginning, load, ranks_asked_for, ranks_started, run_folder
 from torchtitan_graph.config.fault_tolerance import check_member
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import init_logging, logger
@@ -81,6 +82,7 @@ def _main(argv: Sequence[str] | None) -> int:
             logger.warning(notice) if _is_rank_0() else None
         if not fake:
             check_member(config)
+            check_beginning(config, retry_io(lambda: is_new_run(checkpoint_folder(config), config.checkpoint)))
         check_disabled(config.compile.disable_passes)
         blueprint = retry_io(partial(Blueprint, config, world_size))
         config = blueprint.config  # resolved: what is compared with an earlier start of the run, and saved

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torchtitan_graph.blueprint import Blueprint
-from torchtitan_graph.config import JobConfig, check, smallest_world
+from torchtitan_graph.config import JobConfig, check, check_beginning, smallest_world
 from torchtitan_graph.config.dump import dump_changes
 from torchtitan_graph.config.job import get
 from torchtitan_graph.config.load import read_file
@@ -68,6 +68,10 @@ def rehearse(config: JobConfig) -> tuple[list[str], list[str]]:
     world_size = smallest_world(config)
     try:
         notices = check(config, world_size)
+    except UserError as error:
+        refused += [line.strip() for line in str(error).splitlines()[1:]]
+    try:
+        check_beginning(config, is_new=True)
     except UserError as error:
         refused += [line.strip() for line in str(error).splitlines()[1:]]
     try:

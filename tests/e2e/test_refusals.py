@@ -74,6 +74,10 @@ def test_mistake_in_a_file(toml: str, parts: list[str], tmp_path: Path) -> None:
         ("--optimizer.name torch.optim.LBFGSS", ["optimizer.name", "torch.optim has no LBFGSS"]),
         ("--job.dump_folder /dev/null", ["job.dump_folder = '/dev/null': /dev/null is a file; name a folder"]),
         ("--comm.mode fake_backend --job.dump_folder /dev/null/x", ["job.dump_folder = '/dev/null/x': /dev/null is"]),
+        (
+            "--model.lora.rank 4 --training.dataset_path data.jsonl",
+            ["model.lora.rank = 4: adapters would be trained next to random weights"],
+        ),
         ("--comm.mode fake_backend --training.dataset nonsense", ["training.dataset = 'nonsense' is not a corpus"]),
         ("--comm.mode fake_backend --optimizer.name torch.optim.LBFGS", ["LBFGS can't take a step"]),
         (f"--job.dump_folder {TOO_LONG}", ["job.dump_folder = 'xxx", "File name too long"]),

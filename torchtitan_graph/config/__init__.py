@@ -1,5 +1,6 @@
 """The configuration of a run: options, TOML files, the command line, and all checks on them."""
 
+from torchtitan_graph.config.beginning import check_beginning
 from torchtitan_graph.config.check import (
     check,
     ranks_asked_for,
@@ -16,6 +17,7 @@ __all__ = [
     "DRY",
     "JobConfig",
     "check",
+    "check_beginning",
     "dump_toml",
     "load",
     "ranks_asked_for",

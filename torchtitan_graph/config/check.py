@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torchtitan_graph.config import checkpoint, fault_tolerance, graph, quantize
+from torchtitan_graph.config.beginning import builds_on_weights, loads_weights
 from torchtitan_graph.config.columns import find_wrong_column
 from torchtitan_graph.config.job import (
     OPTIONS,
@@ -635,6 +636,11 @@ def _notices(config: JobConfig) -> Iterator[Problem]:
         yield from unused(config, needless, "validation.best_metric")
     if not config.model.num_mtp_layers:
         yield from unused(config, "there is no such loss while model.num_mtp_layers is 0", "training.mtp_loss_weight")
+    if not builds_on_weights(config):
+        needless = "nothing needs trained weights: there are no adapters, frozen parts or preferences"
+        yield from unused(config, needless, "model.random_base")
+    elif loads_weights(config):
+        yield from unused(config, "weights are loaded; remove it", "model.random_base")
     if not config.samples.prompts:
         of_samples = [key for key in OPTIONS if key.startswith("samples.")]
         yield from unused(config, "there are no samples while samples.prompts is empty", *of_samples)

@@ -143,6 +143,11 @@ class Model:
         "Parameters that are not trained, as patterns of their names, or of beginnings of names, such as tok_embeddings"
         " or layers.[0-3].*; * stands for any part. They have no gradient and no optimizer state.",
     )
+    random_base: bool = option(
+        False,
+        "Let a new run train adapters, next to frozen parts, or on preferences from random weights. False: that is"
+        " refused unless weights are loaded.",
+    )
     attn: str = option(
         "auto",
         "Implementation of attention; all mask other documents. auto: flex on a GPU, compiled, which skips masked"

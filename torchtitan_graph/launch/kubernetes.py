@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from torchtitan_graph.command import make_parser
-from torchtitan_graph.config import JobConfig, check, load
+from torchtitan_graph.config import JobConfig, check, check_beginning, load
 from torchtitan_graph.config.dump import dump_changes
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
@@ -91,6 +91,7 @@ def main(words: Sequence[str]) -> int:
         )
     for notice in check(config, options.nodes * options.gpus_per_node):
         logger.warning(notice)
+    check_beginning(config, is_new=False)  # whether the job's volume has a checkpoint is not known here
     _check_dump_folder(options, config)
     if not config.checkpoint.enable:
         logger.warning("checkpoint.enable = false: when the job is started again, it begins anew")

@@ -66,6 +66,7 @@ _NO_MATTER = (
     "validation.dataloader.",
     "model.elementwise",  # the layers that it makes one operator count, see below
     "reference.path",  # as of the next
+    "model.random_base",
     "model.hf_assets_path",  # its effect on the model is in the model's own configuration
     "parallelism.data_parallel_shard_degree",  # -1 is a number of ranks, see below
     "activation_checkpoint.visualize_memory_budget_pareto",  # the curve is stored

@@ -17,9 +17,10 @@ from torchtitan_graph.config.option import options
 
 PACKAGE = Path(torchtitan_graph.__file__).parent
 # In config/: by load(), which finds the other options in it, by shard_degree(), which infers it, by source_name(), by
-# validation_metrics().
+# validation_metrics(), by check_beginning().
 READ_HERE = {
     "job.config_file",
+    "model.random_base",
     "parallelism.data_parallel_shard_degree",
     "training.sources.name",
     "validation.sets.name",

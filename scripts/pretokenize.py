@@ -15,7 +15,7 @@ import numpy as np
 from torchtitan_graph.command import make_parser
 from torchtitan_graph.config.load import add_option
 from torchtitan_graph.data.corpus import ShuffledCorpus, document_key
-from torchtitan_graph.data.document import Document, Tokens
+from torchtitan_graph.data.document import Contexts, Document, Tokens
 from torchtitan_graph.data.forms import RowFormat
 from torchtitan_graph.data.open_corpus import open_corpus
 from torchtitan_graph.data.shards import write_shards
@@ -25,10 +25,13 @@ from torchtitan_graph.data.tokenizer import Tokenizer, load_tokenizer
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import init_logging, logger
 
-Encoded = tuple[int, np.ndarray | Tokens]  # a document's key and its token ids
+Encoded = tuple[int, np.ndarray | Tokens | Contexts]  # a document's key and its token ids
 _SECONDS_BETWEEN_LINES = 10
 # The options of [training] by which rows are read as documents.
-READ_BY = ("format", "columns", "loss_on", "unclear_turns", "chat_template", "chat_date", "skip_not_utf8")
+READ_BY = (
+    "format", "columns", "loss_on", "split_turns", "unclear_turns", "chat_template", "chat_template_kwargs",
+    "chat_date", "skip_not_utf8",
+)  # fmt: skip
 
 
 class Encode:
@@ -46,10 +49,10 @@ def _identity(document: Document) -> str:
     return document if isinstance(document, str) else str(document)
 
 
-def _ids(document: Document, tokenizer: Tokenizer) -> np.ndarray | Tokens:
+def _ids(document: Document, tokenizer: Tokenizer) -> np.ndarray | Tokens | Contexts:
     if isinstance(document, str):
         return np.array(tokenizer.encode(document), np.uint32)
-    if isinstance(document, Tokens):
+    if isinstance(document, (Tokens, Contexts)):
         return document
     raise UserError("the corpus is token ids already; name the one that they were made from")
 

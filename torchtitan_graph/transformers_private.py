@@ -458,17 +458,42 @@ class Conversion:
         return revert_weight_conversion(self._model, tensors)  # type: ignore[no-any-return]
 
 
+# Arguments of `render_jinja_template` itself, which would be given twice, and what a conversation consists of.
+_NOT_ARGUMENTS = {
+    "conversations", "messages", "tools", "documents", "chat_template", "add_generation_prompt",
+    "continue_final_message", "return_assistant_tokens_mask",
+}  # fmt: skip
+
+
+def chat_arguments(template: str) -> set[str]:
+    """Return the names that a Jinja template of conversations reads and that its caller may give.
+
+    A name that the template itself sets counts only where it looks first whether the caller has given it.
+    """
+    from jinja2 import meta, nodes
+
+    tree = _compile_jinja_template(template).environment.parse(template)
+    assigned = {name.name for name in tree.find_all(nodes.Name) if name.ctx != "load"}
+    tests = [test for test in tree.find_all(nodes.Test) if test.name in ("defined", "undefined", "none")]
+    defaults = [each for each in tree.find_all(nodes.Filter) if each.name in ("default", "d")]
+    looked_for = {each.node.name for each in [*tests, *defaults] if isinstance(each.node, nodes.Name)}
+    return meta.find_undeclared_variables(tree) - (assigned - looked_for) - _NOT_ARGUMENTS
+
+
 def render_chat(
     template: str,
     messages: list[dict[str, Any]],
     tools: list[Any] | None,
     prompt: bool,
-    named_tokens: Mapping[str, str],
+    arguments: Mapping[str, Any],
     strftime: Callable[[str], str],
 ) -> tuple[str, list[tuple[int, int]]]:
     """Return a conversation's text by a Jinja template, in transformers' sandbox, and the characters that the template
     marks by {% generation %}. `PreTrainedTokenizerBase.apply_chat_template`, which is public, wants a tokenizer of its
-    own and gives neither the marks' characters nor another day."""
+    own and gives neither the marks' characters nor another day.
+
+    arguments: further names that the template may read, those of special tokens among them.
+    """
     _compile_jinja_template(template).globals["strftime_now"] = strftime  # kept: the rendering compiles it once
     has_marks = re.search(r"\{%-?\s*generation\s*-?%\}", template) is not None
     rendered: Any = render_jinja_template(  # its annotations are of another result
@@ -477,7 +502,7 @@ def render_chat(
         chat_template=template,
         return_assistant_tokens_mask=has_marks,
         add_generation_prompt=prompt,
-        **cast(Any, named_tokens),
+        **cast(Any, arguments),
     )
     (text,), marks = rendered
     return text, marks[0] if has_marks else []

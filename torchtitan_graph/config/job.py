@@ -395,10 +395,17 @@ class Training:
         " that ends its turn, or the completion; last_assistant: its last turn; all: every token.",
         choices=("assistant", "last_assistant", "all"),
     )
+    split_turns: str = option(
+        "auto",
+        "Where a chat template renders an assistant's turn in another way when more follows, as those of reasoning"
+        " models do. auto: each such turn is learned as it would be generated, in a context of its own, so that a"
+        " conversation becomes several documents; never: such a turn is unclear.",
+        choices=("auto", "never"),
+    )
     unclear_turns: str = option(
         "refuse",
-        "What becomes of an assistant's turn that the chat template renders in another way when more follows, so that"
-        " its tokens can't be told. refuse: an error; skip: it is read, and not learned.",
+        "What becomes of an assistant's turn whose rendering does not begin with the generation prompt, so that its"
+        " tokens can't be known. refuse: an error; skip: it is read, and not learned.",
         choices=("refuse", "skip"),
     )
     too_long: str = option(
@@ -409,6 +416,9 @@ class Training:
     )
     chat_template: str | None = option(
         None, "File with a Jinja template for conversations; not set: the tokenizer's own."
+    )
+    chat_template_kwargs: dict[str, Any] = option(
+        {}, "Arguments of the chat template, by the names that it reads, such as {enable_thinking = false}."
     )
     chat_date: str | None = option(
         None,

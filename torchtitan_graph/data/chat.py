@@ -1,5 +1,6 @@
 """Conversations to tokens: rendered by a tokenizer's chat template, with the targets that the loss is computed on."""
 
+import contextlib
 import itertools
 import re
 from collections.abc import Mapping, Sequence
@@ -8,29 +9,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from torchtitan_graph.data.document import Tokens
+from torchtitan_graph.config.option import did_you_mean
+from torchtitan_graph.data.document import Contexts, Tokens
 from torchtitan_graph.data.tokenizer import FileTokenizer, Tokenizer
-from torchtitan_graph.data.tokenizer_json import read_templates
-from torchtitan_graph.errors import UserError
+from torchtitan_graph.data.tokenizer_json import read_ends, read_templates
+from torchtitan_graph.data.turns import Context, Turn, Unclear, context_of, difference
+from torchtitan_graph.errors import UserError, listed
 from torchtitan_graph.log import logger
 from torchtitan_graph.patience import refuse_unreadable
 from torchtitan_graph.small_files import read_small
 
-LOSS_ON = ("assistant", "last_assistant", "all")
-# Note [Targets of a conversation]
-# What an assistant says begins where the rendering of all before it, with the generation prompt, ends: that text is
-# what the model is given when it answers. It ends where the rendering of the conversation up to it ends, as far as the
-# whole conversation is rendered the same: templates close the last turn in their own way. Both renderings must be
-# beginnings of the whole, in tokens too: else the model would be given other tokens than it was trained on, and the
-# turn is unclear. An empty reasoning block at its beginning is supplied by the generation prompt of a model that does
-# not reason, or not at all; it is never learned. A template that marks the assistant's words itself, by
-# {% generation %}, is taken at its word.
-_EMPTY_REASONING = re.compile(r"<(think|thinking|reasoning|seed:think)>\s*</\1>\n{0,2}")
-_SHOWN = 40  # characters of a text in messages
-
-
-class Unclear(Exception):
-    """Which tokens of a turn the assistant says can't be told."""
+_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_HALF_PAIR = re.compile("[\ud800-\udfff]")
 
 
 class Span(NamedTuple):
@@ -46,74 +36,216 @@ class ChatTemplate:
     Args:
         file: with another template; not set: the tokenizer's own.
         date: YYYY-MM-DD, for templates that write the day.
+        arguments: further names that the template reads.
 
-    Raises UserError if there is no template, or the tokenizer has none of the tokens that templates are made of.
+    Raises UserError if there is no template, the tokenizer has none of the tokens that templates are made of, or the
+    template doesn't read an argument.
     """
 
-    def __init__(self, tokenizer: Tokenizer, file: str | None = None, date: str | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        file: str | None = None,
+        date: str | None = None,
+        arguments: Mapping[str, Any] | None = None,
+    ) -> None:
         if not isinstance(tokenizer, FileTokenizer):
             raise UserError(
                 "training.format = 'chat': bytes have no chat template; name the folder of a model's tokenizer in"
                 " model.hf_assets_path"
             )
-        self._tokenizer, self._date = tokenizer, date
+        self._tokenizer, self._date, self._arguments = tokenizer, date, dict(arguments or {})
         self._has_warned: set[str] = set()
         if file is not None:
             with refuse_unreadable(f"training.chat_template = {file!r}"):
-                self._templates = {"default": read_small(Path(file).expanduser()).decode(errors="replace")}
+                self.templates = {"default": read_small(Path(file).expanduser()).decode(errors="replace")}
         else:
-            self._templates = read_templates(tokenizer.folder)
-        if "default" not in self._templates:
+            self.templates = read_templates(tokenizer.folder)
+        if "default" not in self.templates:
             raise UserError(
                 f"{tokenizer.folder}: has no chat template: no chat_template.jinja, and no chat_template in"
                 " tokenizer_config.json. Write one there; for training, name a file with one in training.chat_template,"
                 " or the folder of an instruct model in model.hf_assets_path"
             )
-        self.digest = f"{sorted(self._templates.items())} {date}"
+        self._ends = read_ends(tokenizer.folder) | {tokenizer.eos_id}
+        if self._arguments:
+            self._check_arguments()
+        self.digest = f"{sorted(self.templates.items())} {date} {sorted(self._arguments.items())} {sorted(self._ends)}"
 
-    def tokens(self, messages: Sequence[dict[str, Any]], tools: list[Any] | None, loss_on: str, skip: bool) -> Tokens:
+    def _check_arguments(self) -> None:
+        """Raise UserError for an argument that no template reads."""
+        read = self._read_arguments()
+        for name in self._arguments:
+            if name not in read:
+                legal = f"; it reads {listed(sorted(read - set(_NAMED)))}" if read - set(_NAMED) else "; it reads none"
+                hint = did_you_mean(name, read, legal)
+                raise UserError(f"training.chat_template_kwargs: the chat template does not read {name!r}{hint}")
+
+    def _read_arguments(self) -> set[str]:
+        from torchtitan_graph.transformers_private import chat_arguments
+
+        try:
+            return set().union(*map(chat_arguments, self.templates.values()))
+        except Exception as error:  # of Jinja
+            raise UserError(f"the chat template can't be read: {type(error).__name__}: {error}") from error
+
+    def tokens(
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: list[Any] | None,
+        loss_on: str,
+        skip: bool,
+        split: bool = True,
+    ) -> Tokens | Contexts:
         """Return a conversation as `loss_on` has its targets; with `skip` unclear turns have none.
+
+        A turn that the whole doesn't render as it would be generated gets a context of its own, or is unclear without
+        `split`. One with `"learned": False` has no targets.
 
         Raises UserError if the template refuses the conversation, or a turn is unclear.
         """
-        self._warn_of_special_tokens(messages)
-        text, tagged = self.render(messages, tools)
-        self._warn_of_calls_left_out(messages, text)
-        ids, spans = self._tokenizer.encode_marked(text)
-        is_target = np.zeros(len(ids), bool)
-        if loss_on == "all":
-            is_target[:] = True
-            return Tokens(np.asarray(ids, np.int64), is_target)
         turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
         chosen = turns[-1:] if loss_on == "last_assistant" else turns
-        begins = np.array([span[0] for span in spans], np.int64)
-        ends = np.array([span[1] for span in spans], np.int64)
-        found: list[np.ndarray] = []
-        for number in chosen:
+        chosen = [number for number in chosen if messages[number].get("learned", True)]
+        messages = [{key: value for key, value in message.items() if key != "learned"} for message in messages]
+        self._warn_of_special_tokens(messages)
+        text, marks = self.render(messages, tools)
+        self._warn_of_calls_left_out(messages, text)
+        whole = Context(self._tokenizer, text)
+        if loss_on == "all":
+            self._learn_all(whole, messages, tools, [number for number in turns if number not in chosen])
+            return _packed([whole], whole)
+        if marks:
+            self._learn_marked(whole, marks, turns, chosen)
+            self._compare_marks(whole, messages, tools, chosen)
+            return _packed([whole], whole)
+        return _packed(self._contexts(whole, messages, tools, chosen, skip, split), whole)
+
+    def _contexts(
+        self,
+        whole: Context,
+        messages: Sequence[dict[str, Any]],
+        tools: list[Any] | None,
+        chosen: list[int],
+        skip: bool,
+        split: bool,
+    ) -> list[Context]:
+        """Return the fewest contexts in which the turns are learned, in their order. See Note [Targets of a
+        conversation]."""
+        found = [whole]
+        for number in reversed(chosen):
             try:
-                said = self._said(text, messages, tools, number)
-                found.append(_inside(said, begins, ends, text))
+                turn = self._turn(whole, messages, tools, number)
+                # A turn without an end of its own ends by the next turn's first token, which its own context gets.
+                longer = [context for context in found if turn.ends or len(context.text) > len(turn.text)]
+                if any(context.learn(turn) for context in longer):
+                    continue
+                if not split and any(context.is_target.any() for context in found):
+                    how = difference(turn.text, whole.text, "in the whole conversation")
+                    raise Unclear(f"it is rendered another way when more follows: {how}")
+                closing = "" if turn.ends else self._closing(turn, messages[: number + 1], tools)
+                found.append(context_of(turn, closing, self._tokenizer))
             except Unclear as error:
-                if not tagged and not skip:
+                if not skip:
                     raise UserError(
-                        f"message {number + 1}, by the assistant: {error}. Choose training.loss_on = 'last_assistant',"
-                        " training.unclear_turns = 'skip' (such a turn has no loss), or a template in"
-                        " training.chat_template that renders a turn the same whatever follows"
+                        f"message {number + 1}, by the assistant: {error}. {self._remedy(split)}"
                     ) from error
-        by_prefix = np.any(found, axis=0) if found else is_target
-        if not tagged:
-            return Tokens(np.asarray(ids, np.int64), by_prefix)
-        marked = tagged[-1:] if loss_on == "last_assistant" else tagged
-        for start, end in marked:
-            is_target |= (begins < end) & (ends > start)
-        if not np.array_equal(is_target, by_prefix):
-            place = int(np.flatnonzero(is_target != by_prefix)[0])
-            what = "marks" if is_target[place] else "does not mark"
+        return [context for context in reversed(found) if context.is_target.any()]
+
+    def _remedy(self, split: bool) -> str:
+        read = sorted(self._read_arguments() - set(_NAMED))
+        arguments = f" (it reads {listed(read)})" if read else ""
+        return (
+            ("" if split else "Choose training.split_turns = 'auto'; or ")
+            + f"give the template an argument in training.chat_template_kwargs that changes this{arguments}, name a"
+            " template in training.chat_template whose generation prompt is how its answers begin, or that marks them"
+            " by {% generation %}, or choose training.unclear_turns = 'skip': such a turn has no loss"
+        )
+
+    def _turn(self, whole: Context, messages: Sequence[dict[str, Any]], tools: list[Any] | None, number: int) -> Turn:
+        """Return a turn as it would be generated; raise Unclear if that can't be known."""
+        try:
+            before, _ = self.render(messages[:number], tools, prompt=True)
+            is_last = number + 1 == len(messages)
+            after = whole.text if is_last else self.render(messages[: number + 1], tools)[0]
+        except UserError as error:
+            raise Unclear(f"what comes before it can't be rendered alone: {error}") from error
+        return Turn.of(before, after, self._tokenizer)
+
+    def _closing(self, turn: Turn, messages: Sequence[dict[str, Any]], tools: list[Any] | None) -> str:
+        """Return the token with which the next turn begins, if it ends this one, which has no end of its own."""
+        role = "tool" if messages[-1].get("tool_calls") else "user"
+        try:
+            longer, _ = self.render([*messages, {"role": role, "content": "."}], tools)
+        except UserError:
+            longer = turn.text
+        following = Context(self._tokenizer, longer)
+        place = following.num_tokens(turn.text)
+        if place is None or not following.is_special(place):
             self._warn(
-                f"the chat template {what} {self._tokenizer.decode_all(ids[place : place + 1])!r} as what the assistant"
-                " says by {% generation %}, other than what follows the generation prompt; the template is followed"
+                "the chat template ends no turn of the assistant by a special token: the model won't learn to stop"
             )
-        return Tokens(np.asarray(ids, np.int64), is_target)
+            return ""
+        token = self._tokenizer.decode_all([int(following.ids[place])])
+        if int(following.ids[place]) in self._ends:
+            return token
+        self._warn(
+            f"the chat template ends a turn of the assistant by {token!r}, the first token of the next turn; so the"
+            " model won't learn to stop after the last turn. List that token's id in eos_token_id of"
+            f" {self._tokenizer.folder / 'generation_config.json'}, if it ends what the model says"
+        )
+        return ""
+
+    def _learn_all(
+        self, whole: Context, messages: Sequence[dict[str, Any]], tools: list[Any] | None, but: list[int]
+    ) -> None:
+        """Make every token a target, but those of some turns; raise UserError if they can't be told."""
+        whole.is_target[:] = True
+        for number in but:
+            try:
+                span = whole.span(self._turn(whole, messages, tools, number))
+                if span is None:
+                    raise Unclear("it is rendered another way in the whole conversation")
+                whole.is_target[span] = False
+            except Unclear as error:
+                raise UserError(
+                    f"message {number + 1}, by the assistant, is not to be learned, and training.loss_on = 'all' learns"
+                    f" all that is rendered; which tokens it has can't be known: {error}. Choose training.loss_on ="
+                    " 'assistant'"
+                ) from error
+
+    def _learn_marked(self, whole: Context, marks: list[Span], turns: list[int], chosen: list[int]) -> None:
+        """Make targets of what a template marks as the assistant's words in some turns, and of nothing else."""
+        if len(marks) == len(turns):
+            marks = [mark for mark, number in zip(marks, turns, strict=True) if number in chosen]
+        elif chosen == turns[-1:] != turns:
+            marks = marks[-1:]
+        elif chosen != turns and chosen:
+            raise UserError(
+                f"the chat template marks {len(marks)} parts by {{% generation %}} in {len(turns)} turns of the"
+                " assistant, so which of them are not to be learned can't be known: take the marks out of the template"
+            )
+        whole.is_target[:] = False
+        for start, end in marks if chosen else ():
+            whole.is_target |= whole.overlap(start, end)
+
+    def _compare_marks(
+        self, whole: Context, messages: Sequence[dict[str, Any]], tools: list[Any] | None, chosen: list[int]
+    ) -> None:
+        """Warn of a template that marks other tokens than the turns have, where the whole renders them as they would be
+        generated."""
+        by_prefix = Context(self._tokenizer, whole.text)
+        for number in chosen:
+            with contextlib.suppress(Unclear):
+                by_prefix.learn(self._turn(whole, messages, tools, number))
+        differ = np.flatnonzero(whole.is_target != by_prefix.is_target)
+        if len(differ):
+            what = "marks" if whole.is_target[differ[0]] else "does not mark"
+            token = self._tokenizer.decode_all([int(whole.ids[differ[0]])])
+            self._warn(
+                f"the chat template {what} {token!r} as what the assistant says by {{% generation %}}, other than what"
+                " follows the generation prompt; the template is followed"
+            )
 
     def render(
         self, messages: Sequence[dict[str, Any]], tools: list[Any] | None = None, prompt: bool = False
@@ -122,16 +254,16 @@ class ChatTemplate:
         for the next answer. Raises UserError if the template refuses it."""
         from torchtitan_graph.transformers_private import render_chat  # imports transformers, which takes seconds
 
-        template = self._templates.get("tool_use" if tools else "default", self._templates["default"])
+        template = self.templates.get("tool_use" if tools else "default", self.templates["default"])
+        arguments = {**self._tokenizer.named_tokens, **self._arguments}
         try:
-            text, spans = render_chat(
-                template, list(messages), tools, prompt, self._tokenizer.named_tokens, self._strftime
-            )
+            text, spans = render_chat(template, list(messages), tools, prompt, arguments, self._strftime)
         except UserError:
             raise
         except Exception as error:  # of Jinja, or of the code in the template
             raise UserError(f"the chat template refuses it: {type(error).__name__}: {error}") from error
-        return text, [Span(*span) for span in spans]
+        # Half a surrogate pair, which JSON can contain and no encoding of text can, becomes one other character.
+        return _HALF_PAIR.sub("\ufffd", text), [Span(*span) for span in spans]
 
     def _strftime(self, form: str) -> str:
         if self._date is None:
@@ -142,54 +274,6 @@ class ChatTemplate:
         import datetime
 
         return datetime.datetime.fromisoformat(self._date).strftime(form)
-
-    def _said(self, text: str, messages: Sequence[dict[str, Any]], tools: list[Any] | None, number: int) -> Span:
-        """Return the characters of the whole text that the assistant says in a message. See Note [Targets of a
-        conversation]."""
-        try:
-            before, _ = self.render(messages[:number], tools, prompt=True)
-            after, _ = self.render(messages[: number + 1], tools)
-        except UserError as error:
-            raise Unclear(f"what comes before it can't be rendered alone: {error}") from error
-        if not text.startswith(before):
-            raise Unclear(f"what comes before it is rendered another way in the whole: {_difference(before, text)}")
-        if not after.startswith(before):
-            raise Unclear(f"the generation prompt is not how it begins: {_difference(before, after)}")
-        start, answer = len(before), after[len(before) :]
-        if empty := _EMPTY_REASONING.match(answer):
-            answer = answer[empty.end() :]
-        if empty := _EMPTY_REASONING.match(text, start):
-            start = empty.end()
-        end, rest = self._common(answer, text, start)
-        if rest.strip():
-            raise Unclear(f"it is rendered another way when it is last: {_difference(answer, text[start:])}")
-        return Span(start, self._end_of_turn(text, start, end))
-
-    def _common(self, answer: str, text: str, start: int) -> tuple[int, str]:
-        """Return where the text stops being the answer, and what is left of the answer without special tokens."""
-        place = start
-        pieces, theirs = self._pieces(answer), self._pieces(text[start:])
-        for number, (piece, other) in enumerate(itertools.zip_longest(pieces, theirs, fillvalue="")):
-            if piece == other:
-                place += len(piece)
-                continue
-            if not self._is_special(piece):
-                same = len(_common_prefix(piece, other))
-                place, piece = place + same, piece[same:]
-            rest = [piece, *pieces[number + 1 :]]
-            return place, "".join(x for x in rest if not self._is_special(x))
-        return place, ""
-
-    def _end_of_turn(self, text: str, start: int, end: int) -> int:
-        """Return the end of a turn with the token that ends it, and without the white space after that."""
-        last = self._pieces(text[start:end].rstrip())
-        if last and self._is_special(last[-1]):
-            return start + len(text[start:end].rstrip())
-        following = self._pieces(text[end:])
-        if following and self._is_special(following[0]):  # another one ends it when it is not the last
-            return end + len(following[0])
-        self._warn("the chat template ends no turn of the assistant by a special token: the model won't learn to stop")
-        return end
 
     def _warn_of_special_tokens(self, messages: Sequence[dict[str, Any]]) -> None:
         """Warn of messages that spell special tokens: the rendered text holds both, and they can't be told apart."""
@@ -214,40 +298,13 @@ class ChatTemplate:
                     " learned. Name a template that does in training.chat_template"
                 )
 
-    def _pieces(self, text: str) -> list[str]:
-        """Split a text into its special tokens and what is between them."""
-        if not self._tokenizer.special_tokens:
-            return [text]
-        return [piece for piece in self._tokenizer.special_pattern.split(text) if piece]
-
-    def _is_special(self, piece: str) -> bool:
-        return piece in self._tokenizer.special_tokens
-
     def _warn(self, text: str) -> None:
         if text not in self._has_warned:
             self._has_warned.add(text)
             logger.warning(text)
 
 
-def _inside(said: Span, begins: np.ndarray, ends: np.ndarray, text: str) -> np.ndarray:
-    """Return which tokens are in a span; raise Unclear if one is on its edge."""
-    overlap = (begins < said.end) & (ends > said.start)
-    on_edge = overlap & ((begins < said.start) | (ends > said.end))
-    if on_edge.any():
-        place = int(np.flatnonzero(on_edge)[0])
-        piece = text[begins[place] : ends[place]]
-        raise Unclear(f"the token {piece!r:.{_SHOWN}} is partly what the assistant says, and partly what is around it")
-    return overlap
-
-
-def _common_prefix(one: str, other: str) -> str:
-    same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
-    return one[:same]
-
-
-def _difference(one: str, other: str) -> str:
-    place = len(_common_prefix(one, other))
-    shown = (repr(text[place : place + _SHOWN]) if text[place:] else "its end" for text in (one, other))
-    return "after {!r} there is {}, and {} in the whole conversation".format(
-        one[max(0, place - _SHOWN) : place], *shown
-    )
+def _packed(contexts: list[Context], whole: Context) -> Tokens | Contexts:
+    """Return contexts as a document; the whole conversation without targets if there are none."""
+    found = [Tokens(context.ids, context.is_target) for context in contexts or [whole]]
+    return found[0] if len(found) == 1 else Contexts(tuple(found))

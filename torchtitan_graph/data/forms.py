@@ -12,7 +12,7 @@ from torchtitan_graph.config import job
 from torchtitan_graph.config.columns import COLUMNS
 from torchtitan_graph.config.option import did_you_mean
 from torchtitan_graph.data.chat import ChatTemplate
-from torchtitan_graph.data.document import Document, Pair, Tokens
+from torchtitan_graph.data.document import Contexts, Document, Pair, Tokens
 from torchtitan_graph.data.messages import messages_of
 from torchtitan_graph.data.tokenizer import Tokenizer
 from torchtitan_graph.errors import UserError
@@ -36,6 +36,8 @@ class RowFormat:
     unclear_turns: str = "refuse"
     chat_template: str | None = None
     chat_date: str | None = None
+    chat_template_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    split_turns: str = "auto"
     skip_not_utf8: bool = False
     table: str = "training"
 
@@ -50,6 +52,8 @@ class RowFormat:
             training.unclear_turns,
             training.chat_template,
             training.chat_date,
+            training.chat_template_kwargs,
+            training.split_turns,
             training.skip_not_utf8,
         )
 
@@ -77,7 +81,17 @@ class RowFormat:
     def template(self) -> ChatTemplate:
         """The template of conversations; raises UserError if the tokenizer has none."""
         assert self.tokenizer is not None, "checked where the form is chosen"
-        return ChatTemplate(self.tokenizer, self.chat_template, self.chat_date)
+        return ChatTemplate(self.tokenizer, self.chat_template, self.chat_date, self.chat_template_kwargs)
+
+    @property
+    def of_turns(self) -> str:
+        """How turns of conversations are learned, for digests."""
+        return f"{self.loss_on} {self.unclear_turns} {self.split_turns}"
+
+    def conversation(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> Tokens | Contexts:
+        """Return a conversation as tokens; raise UserError if it can't be rendered, or a turn is unclear."""
+        skip, split = self.unclear_turns == "skip", self.split_turns == "auto"
+        return self.template.tokens(messages, tools, self.loss_on, skip, split)
 
     def form(self, columns: Collection[str], place: str) -> "Form":
         """Return how rows with these columns are read; the columns tell, where neither format nor columns are set.
@@ -181,7 +195,7 @@ class Conversation:
     @property
     def digest(self) -> str:
         reading = self.reading
-        return f"{self.columns} {reading.loss_on} {reading.unclear_turns} {reading.template.digest}"
+        return f"{self.columns} {reading.of_turns} {reading.template.digest}"
 
     def document(self, row: Mapping[str, Any], where: str) -> Document:
         """Return a row's conversation as tokens; raise UserError with `where` if it can't be rendered."""
@@ -189,9 +203,8 @@ class Conversation:
             raise UserError(f"{where}: no messages under the key {self.messages!r}; there is {_shortened(sorted(row))}")
         messages = messages_of(row[self.messages], where)
         tools = _tools(row.get(self.tools), where) if self.tools else None
-        reading = self.reading
         try:
-            return reading.template.tokens(messages, tools, reading.loss_on, reading.unclear_turns == "skip")
+            return self.reading.conversation(messages, tools)
         except UserError as error:
             raise UserError(f"{where}: {error}") from error
 
@@ -214,7 +227,7 @@ class Completion:
 
     @property
     def digest(self) -> str:
-        return f"{self.columns} {self.reading.loss_on}"
+        return f"{self.columns} {self.reading.of_turns} {sorted(self.reading.chat_template_kwargs.items())}"
 
     def document(self, row: Mapping[str, Any], where: str) -> Document:
         """Return a row as tokens; raise UserError with `where` if it has no such texts or messages."""
@@ -231,21 +244,14 @@ class Completion:
             is_target[: len(begin) + len(first)] = False
         return Tokens(ids, is_target)
 
-    def _conversation(self, prompt: list[Any], completion: list[Any], where: str) -> Tokens:
+    def _conversation(self, prompt: list[Any], completion: list[Any], where: str) -> Tokens | Contexts:
         before, after = messages_of(prompt, f"{where}, prompt"), messages_of(completion, f"{where}, completion")
-        reading = self.reading
-        skip = reading.unclear_turns == "skip"
+        if self.reading.loss_on != "all":  # of the turns only those of the completion
+            before = [{**message, "learned": False} for message in before]
         try:
-            whole = reading.template.tokens([*before, *after], None, reading.loss_on, skip)
-            if reading.loss_on != "assistant":
-                return whole
-            # Of the turns only those of the completion: what is learned of the whole, and not of the prompt.
-            of_prompt = reading.template.tokens(before, None, "assistant", skip=True)
+            return self.reading.conversation([*before, *after], None)
         except UserError as error:
             raise UserError(f"{where}: {error}") from error
-        is_target = whole.is_target.copy()
-        is_target[: len(of_prompt.ids)] &= ~of_prompt.is_target[: len(is_target)]
-        return Tokens(whole.ids, is_target)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -268,7 +274,7 @@ class Preference:
 
     @property
     def digest(self) -> str:
-        return f"{self.columns} preference"
+        return f"{self.columns} preference {sorted(self.reading.chat_template_kwargs.items())}"
 
     def document(self, row: Mapping[str, Any], where: str) -> Document:
         """Return a row as a pair; raise UserError if it has no such texts or messages, or the answers are equal."""
@@ -297,6 +303,11 @@ class Preference:
         elif len({isinstance(row.get(name), list) for name in self.columns}) > 1:
             raise UserError(f"{where}: {', '.join(self.columns)} must all be texts, or all be lists of messages")
         found = [Completion(self.reading, prompt, name).document(row, where) for name in (self.chosen, self.rejected)]
+        if any(isinstance(each, Contexts) for each in found):
+            raise UserError(
+                f"{where}: an answer has several turns of the assistant, which the chat template renders in another way"
+                " when more follows, and an answer of a pair is one context: shorten the answers to one turn"
+            )
         return Pair(*found)  # type: ignore[arg-type]
 
 

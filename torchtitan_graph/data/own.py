@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from torchtitan_graph.config.own import find_own
-from torchtitan_graph.data.document import Document, Pair, Tokens
+from torchtitan_graph.data.document import Contexts, Document, Pair, Tokens
 from torchtitan_graph.data.forms import RowFormat
 from torchtitan_graph.errors import UserError
 
@@ -41,7 +41,7 @@ class OwnSource:
             raise UserError(f"{self._name}: has no documents")
         first = self._documents[0]
         self._form = reading.form(first, self._name) if isinstance(first, Mapping) else None
-        self._kind = type(self[0])
+        self._kind = _kind(self[0])
         self.is_whole = self._kind in (Tokens, Pair)
         total = hashlib.sha256(f"{dotted_name} {self._length} {self._form and self._form.digest}".encode())
         for number in range(0, self._length, -(-self._length // _LOOKED_AT)):
@@ -66,8 +66,8 @@ class OwnSource:
                 )
         else:
             document = self._ids(found, where)
-        whole_kind = type(document) if isinstance(document, (Tokens, Pair)) else None
-        if index and whole_kind is not (self._kind if self.is_whole else None):
+        kind = _kind(document)
+        if index and (kind if kind in (Tokens, Pair) else None) is not (self._kind if self.is_whole else None):
             raise UserError(f"{where}: is of another kind than document 0")
         return document
 
@@ -88,3 +88,8 @@ class OwnSource:
         if len(ids) and (ids.min() < 0 or ids.max() >= limit):
             raise UserError(f"{where}: its token ids are not all from 0 to {limit - 1}, those of the tokenizer")
         return ids.astype(np.int64)
+
+
+def _kind(document: Document) -> type:
+    """Return the kind of a document; a conversation in several contexts is of the kind of one in one."""
+    return Tokens if isinstance(document, Contexts) else type(document)

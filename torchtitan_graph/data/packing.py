@@ -50,20 +50,28 @@ class Packing(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """Documents that did not become rows as they are: cut at a row's length, dropped for it, or without a target."""
+    """Documents that did not become rows as they are: cut at a row's length, dropped for it, or without a target;
+    conversations in several contexts, and how many these are."""
 
     cut: int = 0
     dropped: int = 0
     without_target: int = 0
+    split: int = 0
+    contexts: int = 0
 
     def __add__(self, other: tuple[int, ...]) -> "Counts":  # type: ignore[override]
         return Counts(*(a + b for a, b in zip(self, other, strict=True)))
 
 
 def in_words(counts: Counts) -> list[str]:
-    """Return what became of such documents, a text for each kind that there is."""
+    """Return what became of such documents, a line for each kind that there is."""
     whats = ("cut at training.seq_len", "dropped, as longer than it", "left out, with nothing to learn")
-    return [f"conversations {what}: {number:,}" for what, number in zip(whats, counts, strict=True) if number]
+    lines = [f"conversations {what}: {number:,}" for what, number in zip(whats, counts[:3], strict=True) if number]
+    if counts.split:
+        lines.append(
+            f"conversations split: {counts.split:,}, into {counts.contexts:,} contexts, by training.split_turns"
+        )
+    return lines
 
 
 def open_lane(corpus: Corpus, tokenizer: Tokenizer, packing: Packing, number: int, cursor: Cursor) -> "Lane":
@@ -250,6 +258,8 @@ class WholeLane(Lane):
         while num_tokens < WINDOW_ROWS * seq_len and (item := next(self._documents, None)) is not None:
             index, document = item
             self._next_document = index + 1
+            if isinstance(document, Contexts):
+                self._uncounted += Counts(split=1, contexts=len(document.contexts))
             for together in _packed_together(document):
                 kept, counts = self._fitted(together)
                 self._uncounted += counts

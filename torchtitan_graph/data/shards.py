@@ -3,7 +3,8 @@
 A folder holds `shards.json` and, for each shard of consecutive documents, three arrays of NumPy's format (nothing is
 pickled): `tokens-N.npy`, all token ids; `ends-N.npy`, where each document ends in it; `keys-N.npy`, a hash of each
 document's identity, which decides between training and validation. Conversations, whose documents are whole, have a
-fourth: `targets-N.npy`, 1 for each token that is learned. With them the rows of a run are bitwise those of the
+fourth: `targets-N.npy`, 1 for each token that is learned, and 2 more for the first token of each further context of the
+same document. With them the rows of a run are bitwise those of the
 text itself, so a run may switch from the text to its shards, or back, when it is resumed.
 
 Note [Shards in the making]: they are written into `FOLDER.part`, each array under another name first, its keys last: a
@@ -22,7 +23,7 @@ from typing import Any, Literal, TypedDict
 
 import numpy as np
 
-from torchtitan_graph.data.document import Tokens
+from torchtitan_graph.data.document import Contexts, Tokens
 from torchtitan_graph.data.files import DataFile, open_data
 from torchtitan_graph.data.sources import digest_files
 from torchtitan_graph.data.tokenizer import Tokenizer
@@ -31,7 +32,9 @@ from torchtitan_graph.patience import refuse_unreadable
 from torchtitan_graph.small_files import read_json, read_small
 
 INDEX = "shards.json"
-FORMATS = {False: "token shards 1", True: "token shards with targets 1"}  # by whether documents are `Tokens`
+FORMATS = {False: "token shards 1", True: "token shards with targets 2"}  # by whether documents are packed whole
+_OLDER = "token shards with targets 1"  # without further contexts
+_LEARNED, _BEGINS = 1, 2  # of targets
 _ARRAYS = ("tokens", "ends", "keys", "targets")  # the last in the second format only
 
 
@@ -62,10 +65,10 @@ class Shards:
         with refuse_unreadable(str(folder / INDEX)):
             index = read_json(folder / INDEX, Index)
         self.digest, self.splits, num_shards = index["source"], list(index["splits"]), index["shards"]
-        if index["format"] not in FORMATS.values():
+        if index["format"] not in (*FORMATS.values(), _OLDER):
             known = " or ".join(map(repr, FORMATS.values()))
             raise UserError(f"{folder / INDEX}: is not of the format {known}; run scripts/pretokenize.py again")
-        self.is_whole = index["format"] == FORMATS[True]
+        self.is_whole = index["format"] != FORMATS[False]
         names = _names(self.is_whole)
         if num_shards < 1 or not self.splits:
             raise UserError(f"{folder / INDEX}: names no shard or no split; run scripts/pretokenize.py again")
@@ -104,7 +107,7 @@ class Shards:
     def __len__(self) -> int:
         return self._first_documents[-1]
 
-    def __getitem__(self, index: int) -> np.ndarray | Tokens:
+    def __getitem__(self, index: int) -> np.ndarray | Tokens | Contexts:
         shard, number = self._find(index)
         tokens, ends, _, *targets = self._arrays[shard]
         for file in self._files[shard]:
@@ -113,7 +116,17 @@ class Shards:
         ids = tokens[mine]
         if len(ids) and ids.max() >= self._vocab_size:
             raise UserError(f"{self._folder}, document {index + 1}: its token ids are not of this tokenizer")
-        return Tokens(ids.astype(np.int64), targets[0][mine] != 0) if targets else ids
+        if not targets:
+            return ids
+        is_target, begins = targets[0][mine] & _LEARNED != 0, np.flatnonzero(targets[0][mine] & _BEGINS)
+        if not len(begins):
+            return Tokens(ids.astype(np.int64), is_target)
+        return Contexts(
+            tuple(
+                Tokens(*part)
+                for part in zip(np.split(ids.astype(np.int64), begins), np.split(is_target, begins), strict=True)
+            )
+        )
 
     def identity(self, index: int) -> int:
         shard, number = self._find(index)
@@ -127,7 +140,7 @@ class Shards:
 
 def write_shards(
     folder: Path,
-    documents: Callable[[int], Iterable[tuple[int, np.ndarray | Tokens]]],
+    documents: Callable[[int], Iterable[tuple[int, np.ndarray | Tokens | Contexts]]],
     *,
     is_whole: bool = False,
     source_digest: str,
@@ -138,7 +151,7 @@ def write_shards(
     """Write token ids to a new folder, and yield the numbers of documents and tokens so far, after each document.
 
     `documents(start)` gives the key and the ids of each document from number `start` on, which is not 0 after a killed
-    writer of the same source: see Note [Shards in the making]. They are `Tokens` where `is_whole`.
+    writer of the same source: see Note [Shards in the making]. They are `Tokens` or `Contexts` where `is_whole`.
     `splits` are those of the documents: "train" and "validation" if each document is in one of them by its key, else
     the one that all are in.
 
@@ -157,7 +170,7 @@ def write_shards(
     keys: list[int] = []
     tokens_in_shard = 0
     for key, document in documents(num_documents):
-        ids, *targets = document if isinstance(document, Tokens) else (document,)
+        ids, *targets = _arrays_of(document)
         ids_of.append(np.asarray(ids, dtype))
         targets_of += targets
         keys.append(key)
@@ -177,6 +190,17 @@ def write_shards(
         part / INDEX, json.dumps({**index, "files": _files_digest(part, shard, _names(is_whole))}, indent=1).encode()
     )
     os.rename(part, folder)
+
+
+def _arrays_of(document: np.ndarray | Tokens | Contexts) -> tuple[np.ndarray, ...]:
+    """Return the token ids of a document and, where it is packed whole, their entries of `targets-N.npy`."""
+    if isinstance(document, np.ndarray):
+        return (document,)
+    contexts = document.contexts if isinstance(document, Contexts) else (document,)
+    marks = [context.is_target * np.uint8(_LEARNED) for context in contexts]
+    for further in marks[1:]:
+        further[0] |= _BEGINS
+    return np.concatenate([context.ids for context in contexts]), np.concatenate(marks)
 
 
 def _begin(part: Path, job: dict[str, Any]) -> None:

@@ -123,6 +123,7 @@ class FileTokenizer:
         self.eos_id = eos_id
         tokens = self._tokenizer.get_added_tokens_decoder().values()
         self.special_tokens = tuple(token.content for token in tokens if token.special)
+        self.special_ids = [number for number, token in self.added_tokens().items() if token.special]
         self.named_tokens = named_tokens(config)
         named = f"{self.bos_id} {self.eos_id}" + "".join(f" {token!r}" for token in added)
         self.digest = hashlib.sha256(content + named.encode()).hexdigest()

@@ -114,8 +114,9 @@ TEMPLATES = {
 ENDS = {
     "llama 3.1": ("<|eot_id|>",) * 2, "qwen 2.5": ("<|im_end|>",) * 2, "qwen 3": ("<|im_end|>",) * 2,
     "gemma 3": ("<end_of_turn>",) * 2, "mistral": ("</s>",) * 2, "deepseek v3": ("<｜end▁of▁sentence｜>",) * 2,
-    "gpt-oss": ("<|end|>", "<|return|>"), "phi": ("<|end|>", "<|end|>\n</s>"), "tagged": ("<|im_end|>",) * 2,
+    "gpt-oss": ("<|return|>",) * 2, "phi": ("<|end|>", "<|end|>\n</s>"), "tagged": ("<|im_end|>",) * 2,
 }  # fmt: skip
+SPLITS = ("qwen 3", "gpt-oss")  # whose turns are rendered another way when more follows
 BEFORE = {"mistral": " ", "gpt-oss": "<|channel|>final<|message|>"}  # what is learned before a turn's words
 SPECIAL = [
     "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>",

@@ -5,10 +5,11 @@ import random
 
 import numpy as np
 import pytest
-from templates import BEFORE, CHATML, ENDS, QWEN3, SPECIAL, TAGGED, TEMPLATES
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from templates import BEFORE, CHATML, ENDS, QWEN3, SPECIAL, SPLITS, TAGGED, TEMPLATES
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from torchtitan_graph.data.chat import ChatTemplate
+from torchtitan_graph.data.document import Contexts
 from torchtitan_graph.data.messages import messages_of
 from torchtitan_graph.data.tokenizer import load_tokenizer
 from torchtitan_graph.errors import UserError
@@ -37,7 +38,9 @@ def folder(tmp_path_factory):
     """A tokenizer in which words end anywhere, with the special tokens of all templates."""
     path = tmp_path_factory.mktemp("chat")
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    pieces = pre_tokenizers.Split(Regex(r" ?\w+|\s*[\r\n]+|\s+(?!\S)|\s+| ?[^\s\w]+"), "isolated")
+    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pieces, as_bytes])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=400,
@@ -70,7 +73,9 @@ def conversation(draw: random.Random, system: bool | None = None) -> list[dict]:
 
 
 def learned(template: ChatTemplate, tokens) -> list[str]:
-    """Return the texts of the runs of targets."""
+    """Return the texts of the runs of targets, of one context after the other."""
+    if isinstance(tokens, Contexts):
+        return [run for context in tokens.contexts for run in learned(template, context)]
     runs, run = [], []
     for token, is_target in [*zip(tokens.ids.tolist(), tokens.is_target, strict=True), (0, False)]:
         if is_target:
@@ -116,7 +121,9 @@ def test_tokens_are_those_of_transformers(folder, make_template, name, monkeypat
         options = dict(chat_template=TEMPLATES[name], tokenize=True, return_dict=True)
         expected = theirs.apply_chat_template(messages, return_assistant_tokens_mask=name == "tagged", **options)
         tokens = template.tokens(messages, None, "assistant", skip=False)
-        assert tokens.ids.tolist() == expected["input_ids"]
+        last = tokens.contexts[-1] if isinstance(tokens, Contexts) else tokens
+        assert last.ids.tolist() == expected["input_ids"]
+        assert isinstance(tokens, Contexts) == (name in SPLITS and sum(m["role"] == "assistant" for m in messages) > 1)
         if name == "tagged":
             assert tokens.is_target.tolist() == [bool(x) for x in expected["assistant_masks"]]
 
@@ -124,13 +131,8 @@ def test_tokens_are_those_of_transformers(folder, make_template, name, monkeypat
 def test_a_shifted_turn_would_be_found(make_template):
     """The negative control of the tests above."""
     template = make_template(CHATML)
-    template._said = lambda *args, found=template._said: (lambda span: type(span)(span.start, span.end - 10))(
-        found(*args)
-    )
-    tokens = template.tokens(
-        [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], None, "all", False
-    )
-    assert tokens.is_target.all()
+    turn = template._turn
+    template._turn = lambda *args: turn(*args)._replace(prompt=turn(*args).prompt[:-1])
     with pytest.raises(AssertionError):
         test_what_the_assistant_says_is_learned_with_its_end(lambda text: template, "qwen 2.5")
 
@@ -143,12 +145,19 @@ REASONED = [
 ]
 
 
-def test_reasoning_that_is_dropped_later_is_refused_or_not_learned(make_template):
+def test_reasoning_that_is_dropped_later_is_learned_in_a_context_of_its_own(make_template):
     template = make_template(QWEN3)
-    with pytest.raises(UserError, match=r"(?s)message 2, by the assistant: it is rendered another way.*last_assistant"):
-        template.tokens(REASONED, None, "assistant", skip=False)
-    last = ["<think>\nis old\n</think>\n\nwait<|im_end|>"]
-    assert learned(template, template.tokens(REASONED, None, "assistant", skip=True)) == last
+    first, last = "<think>\nthe pot\n</think>\n\nhot<|im_end|>", ["<think>\nis old\n</think>\n\nwait<|im_end|>"]
+    tokens = template.tokens(REASONED, None, "assistant", skip=False)
+    assert learned(template, tokens) == [first, *last]
+    for context, messages in zip(tokens.contexts, (REASONED[:2], REASONED), strict=True):
+        assert context.ids.tolist() == template.tokens(messages, None, "all", skip=False).ids.tolist()
+    match = (
+        r"(?s)message 2, by the assistant: it is rendered another way when more follows.*training.split_turns = 'auto'"
+    )
+    with pytest.raises(UserError, match=match):
+        template.tokens(REASONED, None, "assistant", skip=False, split=False)
+    assert learned(template, template.tokens(REASONED, None, "assistant", skip=True, split=False)) == last
     assert learned(template, template.tokens(REASONED, None, "last_assistant", skip=False)) == last
 
 
@@ -177,12 +186,16 @@ def test_calls_of_tools_are_learned_and_their_answers_are_not(make_template):
     assert learned(template, tokens) == [called, "ok<|im_end|>"]
 
 
-def test_a_token_that_is_partly_the_prompt_s_is_unclear(make_template):
-    template = make_template(CHATML.replace("<|im_start|>assistant\n", "<|im_start|>assistant\n\n").replace(
-        "{{ message.role }}\n", "{{ message.role }}\n{{ '\n' if message.role == 'assistant' else '' }}"))  # fmt: skip
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "\n\nb"}]
-    with pytest.raises(UserError, match="is partly what the assistant says"):
-        template.tokens(messages, None, "assistant", skip=False)
+@pytest.mark.parametrize("text", ["\nb", "\n\n b", " b", "b \n", "\u0301b", "☕", "👩‍👧", "\ud800b"])
+def test_a_turn_is_learned_after_the_tokens_of_its_prompt(make_template, text):
+    """Also where a tokenizer merges the end of the prompt with the beginning of the answer."""
+    template = make_template(CHATML)
+    encode = lambda text: template._tokenizer.encode_marked(text)[0]  # noqa: E731
+    asked = {"role": "user", "content": "a"}
+    tokens = template.tokens([asked, {"role": "assistant", "content": text}], None, "assistant", skip=False)
+    prompt, answer = encode(template.render([asked], prompt=True)[0]), encode(text.replace("\ud800", "\ufffd"))
+    assert tokens.ids.tolist() == [*prompt, *answer, *encode("<|im_end|>\n")]
+    assert tokens.is_target.tolist() == [False] * len(prompt) + [True] * (len(answer) + 1) + [False]
 
 
 def test_tags_that_differ_from_the_prompt_are_followed_with_a_warning(make_template, caplog):

@@ -123,7 +123,7 @@ def test_conversations_resume_at_any_number_of_ranks(reading, tmp_path, dp_degre
     (after,) = loaders(1)
     after.load_state_dict(state)
     assert take([after], 17) == expected[13:]
-    assert after.counts == one.counts != (0, 0, 0)  # some conversations are longer than a row
+    assert after.counts == one.counts and any(one.counts)  # some conversations are longer than a row
 
 
 def test_shards_of_conversations_give_the_same_rows(reading, tmp_path, monkeypatch):

@@ -143,7 +143,7 @@ def test_an_answer_longer_than_half_a_row(tmp_path: Path, too_long: str) -> None
     learned = [text for row in found for text in row]
     assert learned.count("n") == (2 if too_long == "cut" else 1)
     assert ("y" * 30 in learned) == (too_long == "cut")
-    assert data.counts == ((1, 0, 0) if too_long == "cut" else (0, 1, 0))
+    assert data.counts[:3] == ((1, 0, 0) if too_long == "cut" else (0, 1, 0))
 
 
 def test_a_pair_with_an_answer_that_is_cut_away_is_left_out(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from torchtitan_graph.compiler import PassPlan, passes
 from torchtitan_graph.config import DRY, JobConfig, load, read_beside
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.formats.show import without_bytes
+from torchtitan_graph.models.layers.adapt import beginnings
 from torchtitan_graph.plan.ranks import dry_rank
 from torchtitan_graph.run.files import check_result, write_result
 from torchtitan_graph.small_files import read_text
@@ -203,7 +204,7 @@ def own_options() -> argparse.ArgumentParser:
     parser.add_argument("--stage", type=int, help="of a pipeline (default the rank's first)")
     parser.add_argument("--after", help="the pass after which to show it; traced: before any (default the last)")
     parser.add_argument("--diff", nargs=2, metavar=("A", "B"), help="what changed from after pass A to after pass B")
-    parser.add_argument("--module", default="*", help="only nodes of such modules, as 'layers.0.*'")
+    parser.add_argument("--module", default="*", help="only nodes of such modules, and of all inside, as layers.0")
     parser.add_argument("--phase", choices=("forward", "backward"), help="only nodes of it")
     parser.add_argument("--op", default="*", help="only such operators, as 'aten.mm.*'")
     parser.add_argument(
@@ -283,12 +284,13 @@ def show(options: argparse.Namespace, folder: Path, parser: argparse.ArgumentPar
     wanted = [
         line
         for line in lines
-        if fnmatch.fnmatch(line.module, options.module)
+        if any(fnmatch.fnmatchcase(each, options.module) for each in beginnings(line.module))
         and options.phase in (None, line.phase)
         and fnmatch.fnmatch(line.operator, options.op)
     ]
     if not wanted:
-        near = difflib.get_close_matches(options.module, {line.module for line in lines}, n=3)
+        known = dict.fromkeys(each for line in lines for each in beginnings(line.module))
+        near = difflib.get_close_matches(options.module, known, n=3)
         parser.error(
             f"no node is of --module {options.module!r}, --op {options.op!r} and the phase; there are modules"
             f" such as {', '.join(near or sorted({line.module for line in lines if line.module})[:3])}"

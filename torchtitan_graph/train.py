@@ -78,12 +78,13 @@ def _main(argv: Sequence[str] | None) -> int:
         if folder is not None:
             refuse_to_repeat(folder)
         world_size = (ranks_asked_for() or 1) if fake else ranks_started()
-        for notice in check(config, world_size):
+        notices = check(config, world_size)
+        check_disabled(config.compile.disable_passes)
+        for notice in notices:
             logger.warning(notice) if _is_rank_0() else None
         if not fake:
             check_member(config)
             check_beginning(config, retry_io(lambda: is_new_run(checkpoint_folder(config), config.checkpoint)))
-        check_disabled(config.compile.disable_passes)
         blueprint = retry_io(partial(Blueprint, config, world_size))
         config = blueprint.config  # resolved: what is compared with an earlier start of the run, and saved
         start_process(config, world_size, fake)

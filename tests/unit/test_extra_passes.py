@@ -13,10 +13,11 @@ import torch.distributed as dist
 from torch.fx import GraphModule
 
 from pool import run_on
+from torchtitan_graph.blueprint import Blueprint
 from torchtitan_graph.capture.trace import minimal_fx_tracer
 from torchtitan_graph.check.matrix import NUM_ROWS, SEQ_LEN, Cell, build_model
 from torchtitan_graph.compiler import Extra, Inspection, PassPlan, passes, run_passes
-from torchtitan_graph.config import dump_toml, job, load
+from torchtitan_graph.config import check, dump_toml, job, load
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.models.spec import load_family
 from torchtitan_graph.parallel.layout import ParallelDims
@@ -162,3 +163,13 @@ def test_the_example_is_what_the_docs_show_and_runs(tmp_path: Path, monkeypatch:
     gm = run_passes(gm, [extra.own], (), CPU, Inspection())
     assert not gm.graph.find_nodes(op="call_function", target=torch.ops.aten.mul.Tensor)
     assert importlib.import_module("own_pass.passes").double_by_adding is extra.own.run
+
+
+def test_eager_mode_runs_no_pass_and_imports_none() -> None:
+    words = ["--compile.extra_passes", '[{pass="nowhere.mine", after="cleanup"}]', "--training.seq_len", "16"]
+    config = load([*words, "--compile.mode", "eager"])
+    (notice,) = check(config, 1)
+    assert "compile.mode = eager has no graph, and runs no passes" in notice
+    assert Blueprint(config, 1).options.extra == []
+    with pytest.raises(UserError, match="nowhere can't be imported"):
+        Blueprint(load(words), 1)

@@ -1,5 +1,6 @@
 """What the scripts find by themselves, and what they say in one line."""
 
+import functools
 import os
 import runpy
 import signal
@@ -215,6 +216,11 @@ def test_show_graph_filters_counts_and_compares(
         return capsys.readouterr().out.splitlines()
 
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh())
+    nested = nn.Sequential(model, nn.Tanh())
+    dump(minimal_fx_tracer(lambda x: nested(x).sum(), module=nested)(torch.ones(2, 4)).gm, tmp_path / "nested", 0, "in")
+    of_nested = functools.partial(shown, "--graphs", tmp_path / "nested", "--phase", "forward", "--op", "aten.tanh.*")
+    assert [" forward 0.1 | " in x for x in of_nested("--module", "0")] == [True]  # as model.freeze: and what is inside
+    assert len(of_nested("--module", "?")) == 2 and len(of_nested("--module", "1")) == 1
     gm = minimal_fx_tracer(lambda x: model(x).sum(), module=model)(torch.ones(2**17, 4)).gm
     dump(gm, folder, 0, "traced")
     (tanh,) = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.tanh.default)

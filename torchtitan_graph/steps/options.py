@@ -215,7 +215,7 @@ def step_options(config: JobConfig, model: Decoder, num_microbatches: int, targe
         loss_parallel=not config.parallelism.disable_loss_parallel,
         async_tp=config.parallelism.enable_async_tensor_parallel,
         disabled=config.compile.disable_passes,
-        extra=plan_extra(config.compile),
+        extra=plan_extra(config.compile) if config.compile.mode == "graph" else [],
         verify=config.debug.verify_passes,
         dump_to=graphs if config.debug.dump_graphs else None,
         seed=config.debug.seed or 0,

@@ -69,9 +69,9 @@ def find(option: str, pattern: str, names: Collection[str], kind: str) -> set[st
     Raises:
         UserError: there are none; it has the nearest name.
     """
-    found = {name for name in names if any(fnmatch.fnmatchcase(each, pattern) for each in _with_modules(name))}
+    found = {name for name in names if any(fnmatch.fnmatchcase(each, pattern) for each in beginnings(name))}
     if not found:
-        known = list(dict.fromkeys(each for name in names for each in reversed(_with_modules(name))))
+        known = list(dict.fromkeys(each for name in names for each in reversed(beginnings(name))))
         near = difflib.get_close_matches(pattern, known, n=1, cutoff=0.0)
         raise UserError(
             f"{option} = {pattern!r}: matches no {kind}; the nearest name is {near[0]}; * stands for any part of a name"
@@ -79,7 +79,8 @@ def find(option: str, pattern: str, names: Collection[str], kind: str) -> set[st
     return found
 
 
-def _with_modules(name: str) -> list[str]:
+def beginnings(name: str) -> list[str]:
+    """Return a name and the names of all that it is inside of, outermost first: what a pattern may match."""
     parts = name.split(".")
     return [".".join(parts[:i]) for i in range(1, len(parts) + 1)]
 

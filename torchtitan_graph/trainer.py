@@ -105,6 +105,7 @@ class Trainer:
             if config.checkpoint.enable or config.checkpoint.initial_load_path:
                 on_rank_0(partial(retry_io, partial(_check_tensors_to_load, blueprint)), files_group())
             self.train_data, self.validation_data = retry_io(partial(_open_data, blueprint))
+            self._check_validation()
             self.feed = self._new_feed()
             self._log_model()
             self.model_table = model_table(
@@ -396,20 +397,33 @@ class Trainer:
     @torch.no_grad()
     def validate(self) -> dict[str, float]:
         """Return the validation losses by their metrics' names, the same on all ranks, which decide by them."""
-        means = [self._validate(*each) for each in self.validation_data.values()]
+        means = [self._validate(data, most) for data, most, _ in self.validation_data.values()]
         losses = torch.stack(means)
         dist.broadcast(losses, src=0)
         return dict(zip(self.validation_data, losses.tolist(), strict=True))  # the only wait for the device
 
-    def _validate(self, data: DataLoader, most: int, option: str) -> Tensor:
-        """Return the mean loss per target of a corpus, or of its first `most` microbatches."""
+    def _validation_feed(self, data: DataLoader, most: int) -> Feed:
         rows = self.config.validation.local_batch_size * self.blueprint.dims.data
         in_pairs = self.config.training.format == "preference"
-        feed = Feed(data.rewind(), self.layout, self.device, rows_per_step=rows, most=most, in_pairs=in_pairs)
+        return Feed(data.rewind(), self.layout, self.device, rows_per_step=rows, most=most, in_pairs=in_pairs)
+
+    def _check_validation(self) -> None:
+        """Check before the first step that each validation corpus has something to measure the loss of."""
+        for data, most, option in self.validation_data.values():
+            if self._validation_feed(data, most).next() is None:
+                which = f"the first {most} microbatches" if most >= 0 else "the whole corpus"
+                why = "".join(f"; {line}" for line in in_words(data.counts)) or "; no document has text"
+                raise UserError(
+                    f"{option}: there is no target in {which}, in rows of validation.seq_len ="
+                    f" {self.config.validation.seq_len} tokens{why}. Name other documents, or make the rows longer"
+                )
+
+    def _validate(self, data: DataLoader, most: int) -> Tensor:
+        """Return the mean loss per target of a corpus, or of its first `most` microbatches."""
+        feed = self._validation_feed(data, most)
         totals = torch.zeros(2, dtype=torch.float64, device=self.device)  # sums of losses, and of targets
         batch = feed.next()
-        if batch is None:
-            raise UserError(f"{option}: its validation split holds no document with text")
+        assert batch is not None, "checked at start"
         while batch is not None:
             loss = self.layout.sum_over_data(self.steps.evaluate(batch.on_device[0], batch.on_host[0]).double())
             totals += torch.stack([loss, batch.divisor.double()])

@@ -28,6 +28,25 @@ def test_its_corpus_is_opened_before_any_step(tmp_path: Path) -> None:
     assert not (folder / "metrics.jsonl").exists() and not (folder / "checkpoint").exists()
 
 
+def test_a_set_without_anything_to_learn_ends_the_run_before_any_step(tmp_path: Path) -> None:
+    for name, length in {"short": 8, "long": 80}.items():
+        row = json.dumps({"prompt": "a" * length, "completion": "b" * length})
+        (tmp_path / f"{name}.jsonl").write_text(f"{row}\n" * 20)
+    sets = [f'{{name="{name}", dataset_path="{tmp_path / name}.jsonl"}}' for name in ("short", "long")]
+    words = ["--validation.enable", "--validation.sets", f"[{','.join(sets)}]", "--training.too_long", "drop", *EAGER]
+    code, output = train("--job.dump_folder", str(tmp_path / "run"), *words)
+    assert code == 2, output
+    assert (
+        "validation.sets, entry 2: there is no target in the first 2 microbatches, in rows of validation.seq_len = 64"
+        in output
+    )
+    assert "dropped, as longer than it: " in output and not (tmp_path / "run" / "metrics.jsonl").exists()
+    assert (
+        f"validation data: {tmp_path / 'short.jsonl'}; 1 file; 20 documents, all of them; completion of the" in output
+    )
+    assert "training data: stdlib, the embedded corpus: this Python's own sources; " in output
+
+
 def split_loss(folder: Path, num_ranks: int, corpus: Path, *options: str) -> float:
     """Validate the untrained model, to the end of a split unless options say otherwise."""
     what = ["--training.steps", "1", "--optimizer.lr", "0", "--checkpoint.no-enable", "--validation.enable"]

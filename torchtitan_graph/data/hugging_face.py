@@ -22,15 +22,15 @@ class Rows:
     """A document per row of a map-style dataset, which `datasets` memory-maps from Arrow files."""
 
     def __init__(self, rows: Any, reading: RowFormat, name: str, digest: str) -> None:
-        self._form: Form = reading.form(rows.column_names, name)
-        self._rows, self._name = rows.select_columns(self._form.columns), name
-        self.digest, self.is_whole = digest + self._form.digest, self._form.is_whole
+        self.form: Form = reading.form(rows.column_names, name)
+        self._rows, self._name = rows.select_columns(self.form.columns), name
+        self.digest, self.is_whole = digest + self.form.digest, self.form.is_whole
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> Document:
-        return self._form.document(self._rows[index], f"{self._name}, row {index + 1}")
+        return self.form.document(self._rows[index], f"{self._name}, row {index + 1}")
 
     def identity(self, index: int) -> str:
         return f"{Path(self._name).name}:{index}"
@@ -44,15 +44,15 @@ class StreamedCorpus:
 
     def __init__(self, stream: Any, reading: RowFormat, name: str, split: str, seed: int) -> None:
         first = next(iter(stream.iter(batch_size=1)), None)  # not `take`: a lane's stream is sharded after it
-        self._form: Form = reading.form(first or ["text"], name)
+        self.form: Form = reading.form(first or ["text"], name)
         self._stream, self._name = stream, name
         self._split, self._seed = split, seed
         self.num_lanes = num_lanes(stream.num_shards)
-        self.digest = f"{split} of {name}, {stream.num_shards} shards, {self._form.digest}"
+        self.digest = f"{split} of {name}, {stream.num_shards} shards, {self.form.digest}"
 
     def is_whole(self, lane: int) -> bool:
         """Return whether documents are packed whole, in any lane."""
-        return self._form.is_whole
+        return self.form.is_whole
 
     def documents(self, lane: int, epoch: int, start: int) -> Iterator[tuple[int, Document]]:
         first = start // _SHUFFLED_TOGETHER * _SHUFFLED_TOGETHER
@@ -64,11 +64,11 @@ class StreamedCorpus:
                 row = rows[shuffled(place, len(rows), (self._seed, epoch))]
                 # The place in the stream would identify documents too, but the content keeps copies in one split.
                 if in_split(self._split, self._identity(row)):
-                    yield first + place, self._form.document(row, self._name)
+                    yield first + place, self.form.document(row, self._name)
             first += len(rows)
 
     def _identity(self, row: dict[str, Any]) -> str:
-        content = [row.get(column) for column in self._form.columns]
+        content = [row.get(column) for column in self.form.columns]
         if len(content) == 1 and isinstance(content[0], str):
             return content[0]
         return json.dumps(content, default=str)

@@ -1,6 +1,7 @@
 """This rank's microbatches out of one global sequence of rows, and the position in it."""
 
 import functools
+import os
 import re
 import warnings
 from collections import deque
@@ -14,6 +15,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchtitan_graph.config import job
 from torchtitan_graph.data.batch import IGNORE_INDEX, Batch
 from torchtitan_graph.data.corpus import Corpus
+from torchtitan_graph.data.describe import log_corpus
 from torchtitan_graph.data.forms import RowFormat
 from torchtitan_graph.data.mixture import Mixture, Origin
 from torchtitan_graph.data.open_corpus import open_corpus, open_mixture
@@ -32,6 +34,9 @@ from torchtitan_graph.log import logger
 #
 # With replica groups a step has a fixed number of microbatches, which are dealt to the replicas that live, see `Deal`.
 # The position is then known after whole steps, once the replicas have exchanged how far each has read: `exchange`.
+
+
+_SHOWN = 80  # characters of what differs, in a message
 
 
 class Deal(NamedTuple):
@@ -213,11 +218,12 @@ class DataLoader:
         """
         for key, here in self._identity.items():
             if state.get(key) != here:
+                theirs, ours = _differing(repr(state.get(key)), repr(here))
                 raise UserError(
-                    f"checkpoint: its data position was saved with {key} = {_short(state.get(key))}, this run has"
-                    f" {_short(here)}. Rows can't be continued from there: use what the saved run used, or begin a new"
-                    " run, or resume the model at the beginning of the data: checkpoint.load_step with"
-                    " checkpoint.exclude_from_loading = ['dataloader']."
+                    f"checkpoint: its data position was saved with {key} = {theirs}, this run has {ours}."
+                    " Rows can't be continued from there: use what the saved run used, or begin a new run, or resume the"
+                    " model at the beginning of the data: checkpoint.load_step with checkpoint.exclude_from_loading ="
+                    " ['dataloader']."
                 )
         origin, saved, given = self._mixture.origin(), state.get("mixture"), self._lanes_given(state)
         if saved:
@@ -262,9 +268,21 @@ def _cursors(numbers: list[int]) -> list[Cursor]:
     return [Cursor(*numbers[i : i + size]) for i in range(0, len(numbers), size)]
 
 
-def _short(value: Any) -> str:
-    """Return a value for a message, with hashes abbreviated."""
-    return re.sub("[0-9a-f]{64}", lambda digits: digits[0][:8], repr(value))
+def _differing(saved: str, here: str) -> tuple[str, str]:
+    """Return the part of two texts where they begin to differ, for a message, with hashes abbreviated.
+
+    A corpus is the hash of its documents, then how rows are read, which may hold a whole chat template.
+    """
+    saved, here = (re.sub("[0-9a-f]{64}", lambda digits: digits[0][:8], text) for text in (saved, here))
+    same = len(os.path.commonprefix([saved, here]))
+    begin = max(0, same - _SHOWN // 3) if same > _SHOWN // 2 else 0
+    return _cut(saved, begin), _cut(here, begin)
+
+
+def _cut(text: str, begin: int) -> str:
+    end = begin + _SHOWN
+    head = text[: _SHOWN // 4] + "..." if begin else ""
+    return head + text[begin:end] + "..." * (end < len(text))
 
 
 def merge_states(states: list[dict[str, Any]]) -> dict[str, Any]:
@@ -306,6 +324,8 @@ def build_dataloader(
         corpus: Corpus = open_mixture(sources, split, seed, reading)
     else:
         corpus = open_corpus(dataset, dataset_path, split, seed, reading)
+        what = "training data" if split == "train" else "validation data"
+        log_corpus(what, corpus, dataset, dataset_path, split, reading)
         if split != "validation":  # validation documents are like training's
             warn_of_special_tokens(corpus, tokenizer, dataset_path or dataset)
     return DataLoader(corpus, tokenizer, seed=seed, **loading)

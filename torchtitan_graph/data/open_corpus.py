@@ -12,6 +12,7 @@ from typing import Any
 from torchtitan_graph.config import JobConfig, job
 from torchtitan_graph.config.job import source_name
 from torchtitan_graph.data.corpus import Corpus, ShuffledCorpus, option_of
+from torchtitan_graph.data.describe import log_corpus
 from torchtitan_graph.data.forms import RowFormat
 from torchtitan_graph.data.hugging_face import is_saved_dataset, open_hub, open_parquet, open_saved
 from torchtitan_graph.data.mixture import Mixture
@@ -80,8 +81,9 @@ def open_mixture(sources: Sequence[job.DataSource], split: str, seed: int, readi
         corpora[source_name(source)] = corpus
     mixture = Mixture(corpora, [source.weight for source in sources])
     for name, weight, source in zip(mixture.names, mixture.weights, sources, strict=True):
-        place = source.dataset_path or source.dataset
-        logger.info("source %s: %.2f %% of the rows, %s of %s", name, 100 * weight, split, place)
+        what = f"source {name}, {100 * weight:.2f} % of the rows"
+        of = source.dataset or "", source.dataset_path, split, reading.of_source(source)
+        log_corpus(what, corpora[name], *of)
     return mixture
 
 
@@ -100,7 +102,7 @@ def open_corpus(dataset: str, dataset_path: str | None, split: str, seed: int, r
         path = Path(dataset_path).expanduser()
         with refuse_unreadable(f"{option}_path = {dataset_path!r}"):
             if not path.exists():
-                raise UserError(f"{option}_path = {dataset_path!r}: there is no such file or folder.")
+                raise UserError(f"{option}_path = {dataset_path!r}: there is no such file or folder{_near(path)}")
             if not path.is_dir() and not path.is_file():
                 raise UserError(
                     f"{option}_path = {dataset_path!r}: is not a regular file, but a FIFO, a socket or a device"
@@ -122,6 +124,18 @@ def open_corpus(dataset: str, dataset_path: str | None, split: str, seed: int, r
     _check_name(dataset, split)
     name = "allenai/c4:en" if dataset in ("c4", "c4_validation") else dataset
     return open_hub(name, reading, split, seed)
+
+
+def _near(path: Path) -> str:
+    """Return the end of a message about a path that is not there: what it may have been called."""
+    there = next(folder for folder in path.absolute().parents if folder.is_dir())
+    missing = path.absolute().relative_to(there).parts
+    found = difflib.get_close_matches(missing[0], os.listdir(there), n=1)
+    if not found and len(missing) == 1:
+        found = [name for name in sorted(os.listdir(there)) if Path(name).stem == path.stem][:1]
+    if found:
+        return f"; did you mean {there / found[0]}?"
+    return "" if len(missing) == 1 else f"; there is no {missing[0]} in {there}"
 
 
 def check_names(config: JobConfig) -> None:

@@ -40,10 +40,10 @@ class OwnSource:
         if not self._length:
             raise UserError(f"{self._name}: has no documents")
         first = self._documents[0]
-        self._form = reading.form(first, self._name) if isinstance(first, Mapping) else None
+        self.form = reading.form(first, self._name) if isinstance(first, Mapping) else None
         self._kind = _kind(self[0])
         self.is_whole = self._kind in (Tokens, Pair)
-        total = hashlib.sha256(f"{dotted_name} {self._length} {self._form and self._form.digest}".encode())
+        total = hashlib.sha256(f"{dotted_name} {self._length} {self.form and self.form.digest}".encode())
         for number in range(0, self._length, -(-self._length // _LOOKED_AT)):
             total.update(repr(self[number]).encode(errors="surrogatepass"))
         self.digest = total.hexdigest()
@@ -53,8 +53,8 @@ class OwnSource:
 
     def __getitem__(self, index: int) -> Document:
         found, where = self._documents[index], f"{self._name}, document {index}"
-        if isinstance(found, Mapping) and self._form is not None:
-            document = self._form.document(found, where)
+        if isinstance(found, Mapping) and self.form is not None:
+            document = self.form.document(found, where)
         elif isinstance(found, str):
             document = found
         elif isinstance(found, tuple) and len(found) == 2:

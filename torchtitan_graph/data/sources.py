@@ -199,8 +199,8 @@ class JsonLines(_Texts):
             self._data = DataFile(unpacked)
         self._line_starts, self._documents = _index_lines(Path(self._data.path))
         packed.check()
-        self._form: Form = reading.form(self._first_keys(), self._file)
-        self.digest, self.is_whole = digest + self._form.digest, self._form.is_whole
+        self.form: Form = reading.form(self._first_keys(), self._file)
+        self.digest, self.is_whole = digest + self.form.digest, self.form.is_whole
         if self._data.size <= SMALL_CORPUS_BYTES:
             self._read_all()
         elif len(self):
@@ -220,7 +220,7 @@ class JsonLines(_Texts):
 
     def _read(self, index: int) -> Document:
         row, where = self._row(index)
-        return self._form.document(row, where)
+        return self.form.document(row, where)
 
     def _row(self, index: int) -> tuple[dict[str, Any], str]:
         """Return the object in a line, and the line's place."""
@@ -249,7 +249,7 @@ class Chain:
     """The documents of several sources, one after another."""
 
     def __init__(self, sources: list[Source]) -> None:
-        self._sources, self.is_whole = sources, sources[0].is_whole
+        self.sources, self.is_whole = sources, sources[0].is_whole
         if any(source.is_whole != self.is_whole for source in sources):
             raise UserError(
                 "text, which is packed wherever rows end, and conversations, which are packed whole, can't be one"
@@ -271,7 +271,7 @@ class Chain:
 
     def _find(self, index: int) -> tuple[Source, int]:
         which = bisect.bisect_right(self._ends, index)
-        return self._sources[which], index - (self._ends[which - 1] if which else 0)
+        return self.sources[which], index - (self._ends[which - 1] if which else 0)
 
 
 def _index_lines(file: Path) -> tuple[np.ndarray, np.ndarray]:

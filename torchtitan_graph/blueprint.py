@@ -25,7 +25,7 @@ from torchtitan_graph.forecast import Forecast, forecast
 from torchtitan_graph.generate.samples import Samples
 from torchtitan_graph.log import logger
 from torchtitan_graph.metrics import check_mlflow, check_profiling, check_wandb
-from torchtitan_graph.models.hf import check_adapter, check_exportable, check_weights, choose_model
+from torchtitan_graph.models.hf import check_adapter, check_exportable, check_weights, choose_model, own_attention
 from torchtitan_graph.optim import build_optimizer, check_first_step, check_optimizer
 from torchtitan_graph.parallel.layout import ParallelDims
 from torchtitan_graph.parallel.recompute import Recompute
@@ -89,6 +89,7 @@ class Blueprint:
         self.assets = find_assets(path) if path else None
         dry = config.comm.mode == "fake_backend" and self.assets is not None and not self.assets.exists()
         self.tokenizer: Tokenizer = load_tokenizer(None if dry else path)
+        is_auto = config.model.attn == "auto"
         self.family, self.model, resolved = choose_model(config, self.assets, self.tokenizer.vocab_size, self.target)
         self.config = config = dataclasses.replace(config, model=resolved)
         if dry:
@@ -96,7 +97,7 @@ class Blueprint:
                 f"{path} is not there, and a dry run needs no tokenizer: {config.model.name} {config.model.flavor} has "
                 f"its own vocabulary of {self.model.config.vocab_size}"
             )
-        self.reference = self._reference()
+        self.reference = self._reference(is_auto)
         self.options = step_options(config, self.model, self.num_microbatches, self.target)
         if config.compile.precompiled is not None:
             self.options = dataclasses.replace(self.options, precompiled=self._open_precompiled())
@@ -109,7 +110,7 @@ class Blueprint:
         if self.options.own_step is not None:
             if self.reference is not None:
                 with _named(f"reference.path = {config.reference.path!r}"):
-                    check_reference(config, self.model, self.reference, self.dims)
+                    check_reference(config, self.model, self.reference, self.dims, self.options)
             given = self.options.own_step, self.family, self.model, self.reference, self.dims.cp
             if not_checked := check_own_step(*given):
                 logger.warning(not_checked)
@@ -159,13 +160,19 @@ class Blueprint:
             )
         return int(os.environ["LOCAL_WORLD_SIZE"])
 
-    def _reference(self) -> Reference | None:
-        """Return the frozen model of `reference.path`, on meta, None without one."""
+    def _reference(self, is_auto: bool) -> Reference | None:
+        """Return the frozen model of `reference.path`, on meta, None without one; where `is_auto`, it has an attention
+        of its own if it can't have the trained model's."""
         path = self.config.reference.path
         if path is None:
             return None
         with _named(f"reference.path = {path!r}"):
-            return new_reference(Path(path), self.config.model.attn)
+            reference = new_reference(Path(path), self.config.model.attn)
+            if is_auto and reference.model.attn == "varlen":
+                reference.model.attn, why = own_attention(reference.model)
+                if reference.model.attn != "varlen":
+                    logger.info(f"model.attn = auto: {reference.model.attn} for the reference model, {why}")
+            return reference
 
     def fingerprint(self) -> dict[str, str]:
         """Return the fingerprint of this job's graphs."""

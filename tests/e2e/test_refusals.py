@@ -64,8 +64,14 @@ def test_mistake_in_a_file(toml: str, parts: list[str], tmp_path: Path) -> None:
             "--parallelism.pipeline_parallel_degree 2 --compile.mode eager",
             ["pipeline_parallel_degree = 2: only a graph can be cut into", "use compile.mode = graph"],
         ),
-        ("--training.seq_len 4194304", ["training.seq_len = 4194304", "'sdpa'", "GiB", "use shorter rows"]),
-        ("--validation.enable --validation.seq_len 4194304", ["validation.seq_len = 4194304", "use shorter rows"]),
+        (
+            "--model.attn sdpa --training.seq_len 4194304",
+            ["training.seq_len = 4194304", "'sdpa'", "GiB", "use shorter rows"],
+        ),
+        (
+            "--model.attn sdpa --validation.enable --validation.seq_len 4194304",
+            ["validation.seq_len = 4194304", "use shorter rows"],
+        ),
         ("--model.attn flex --training.seq_len 16777216", ["model.attn = 'flex'", "GiB", 'use attn = "sdpa"']),
         (
             '--optimizer.param_groups [{pattern="layres.*"}]',

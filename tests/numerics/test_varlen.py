@@ -13,11 +13,13 @@ from torchtitan_graph.parallel.layout import ParallelDims
 from torchtitan_graph.parallel.recompute import Recompute
 
 VARLEN = Cell(attn="varlen")
+CP2 = ParallelDims(cp=2)
 FAMILIES = {
     "llama3": {},
     "qwen3": {"family": "qwen3", "flavor": "debugmodel_moe"},
     "deepseek_v3": {"family": "deepseek_v3"},
     "llama4": {"family": "llama4"},
+    "gpt_oss": {"family": "gpt_oss"},
 }
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -45,7 +47,7 @@ def check(cell: Cell) -> None:
             marks=pytest.mark.slow,
         )
         for family in FAMILIES
-        for layout, dims in {"one": ONE, "FSDP-2": FSDP2, "TP-2": TP2}.items()
+        for layout, dims in {"one": ONE, "FSDP-2": FSDP2, "TP-2": TP2, "CP-2": CP2}.items()
         for word, precision in {"fp32": FP32, "bf16": BF16}.items()
     ],
 )
@@ -55,6 +57,12 @@ def test_the_graph_is_eager(cell: Cell) -> None:
 
 def test_the_graph_of_two_layers_is_eager() -> None:
     check(Cell(FSDP2, BF16, "llama4", attn="varlen", changes=(("num_layers", 2),), num_steps=2))
+
+
+def test_windows_sinks_and_parts_of_rows() -> None:
+    cell = Cell(CP2, FP64, "gpt_oss", attn="varlen", changes=(("num_layers", 2),), num_steps=2)
+    check(cell)
+    assert run_on(2, far_from_sdpa, cell) == [[]] * 2
 
 
 @pytest.mark.slow
@@ -71,7 +79,9 @@ def far_from_sdpa(cell: Cell) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("dims", [ONE, FSDP2, TP2, ParallelDims(pp=2)], ids=["one", "FSDP-2", "TP-2", "PP-2"])
+@pytest.mark.parametrize(
+    "dims", [ONE, FSDP2, TP2, CP2, ParallelDims(pp=2)], ids=["one", "FSDP-2", "TP-2", "CP-2", "PP-2"]
+)
 def test_numbers_are_those_of_sdpa(family: str, dims: ParallelDims) -> None:
     cell = dataclasses.replace(VARLEN, dims=dims, precision=FP64, num_microbatches=dims.pp, **FAMILIES[family])
     assert run_on(dims.num_ranks, far_from_sdpa, cell) == [[]] * dims.num_ranks

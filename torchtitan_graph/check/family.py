@@ -230,7 +230,7 @@ def skip_unless_planned(cell: Cell) -> None:
     model = build_model(cell)
     try:
         check_plan(model, plan_of(load_family(cell.family), model), cell.dims)
-        model.check_attention(cell.dims.cp)
+        model.check_attention()
         if cell.dims.pp > 1 and model.no_pipeline is not None:
             raise UserError(model.no_pipeline)
         if cell.dims.cp > 1 and model.mixes_documents is not None:

@@ -80,7 +80,7 @@ def kernels_off(device: str = "cuda") -> Iterator[tuple[str, float]]:
     yield (
         "varlen attention",
         _off(
-            lambda q, k, v: varlen_attention(q, k, v, segments.begins, segments.sizes, 0.125)[0],
+            lambda q, k, v: varlen_attention(q, k, v, segments.begins, segments.sizes, segments.places, None, 0.125)[0],
             lambda q, k, v: _attention(q.double(), k.double(), v.double(), mask_BLL.to(device)),
             *(q_BLNH, k_BLKH, v_BLKH),
         ),

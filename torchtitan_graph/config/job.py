@@ -151,8 +151,9 @@ class Model:
     attn: str = option(
         "auto",
         "Implementation of attention; all mask other documents. auto: flex on a GPU, compiled, which skips masked"
-        " blocks; sdpa on a CPU. varlen: flash attention's kernels for documents of several lengths, without a mask;"
-        " on a GPU in bfloat16.",
+        " blocks; varlen on a CPU, or sdpa where a model's masks are not causal within documents, and flex where it"
+        " changes scores. varlen: kernels for documents of several lengths, without a mask of rows; on a GPU in"
+        " bfloat16, without windows, sinks or context parallelism.",
         choices=("auto", "sdpa", "flex", "varlen"),
     )
     elementwise: str = option(

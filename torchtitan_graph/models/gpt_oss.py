@@ -143,6 +143,13 @@ class Model(Decoder):
         rules = super().mask_rules(documents_BL, positions_BL)
         return rules | {"sliding": all_of(rules["causal"], sliding(self.config.window))}
 
+    def segments(self, documents_BL: Tensor, positions_BL: Tensor) -> dict[str, Tensor]:
+        segments = super().segments(documents_BL, positions_BL)
+        return segments | {"sliding": segments["causal"]}
+
+    def windows(self) -> dict[str, int]:
+        return {"sliding": self.config.window}
+
     def num_visible(self, positions_BL: Tensor) -> dict[str, Tensor]:
         numbers = super().num_visible(positions_BL)
         return numbers | {"sliding": numbers["causal"].clamp(max=self.config.window)}

@@ -564,10 +564,12 @@ class Model(Decoder):
         found = dict[str, Tensor]()
         for name in self._rules:
             kind, _, size = name.partition(" ")
-            if kind != "window":
-                numbers = [documents_BL] if kind == "causal" else [documents_BL, positions_BL // int(size)]
-                found[name] = begins_of(*numbers)
+            numbers = [documents_BL, positions_BL // int(size)] if kind == "chunk" else [documents_BL]
+            found[name] = begins_of(*numbers)
         return found
+
+    def windows(self) -> dict[str, int]:
+        return {name: int(name.split()[1]) for name in self._rules if name.startswith("window ")}
 
     def num_visible(self, positions_BL: Tensor) -> dict[str, Tensor]:
         found = dict[str, Tensor]()

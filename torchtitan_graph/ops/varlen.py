@@ -1,19 +1,23 @@
-"""Attention within segments of rows: documents, or parts of them. Its cost is that of the pairs in segments; there is
-no mask.
+"""Attention within segments of rows: documents, or parts of them, each causal, with a window or without. Its cost is
+that of the pairs in segments; there is no mask of rows.
 
-On a GPU, one call of flash attention's variable-length kernels does all segments; on a CPU, torch's causal kernel runs
-for each segment. Eager mode and the graph call the same operators, so they have the same bits.
+On a GPU, one call of flash attention's variable-length kernels does all segments; on a CPU, torch's kernel runs for
+pieces of segments (Note [Pieces]). Eager mode and the graph call the same operators, so they have the same bits.
 
 Note [Numbers of segments]
 To launch a kernel, the host needs a batch's number of segments and the length of the longest. The operators read both
 from a tensor in the host's memory, made with the batch. So nothing waits for the device, and one graph is valid for all
 batches: its input of the segments' places has the largest possible size.
+
+Note [Sinks]
+A sink adds exp(sink) to a softmax's denominator. With the logarithm of the larger sum, and the result divided by it,
+the formulas of the gradients of queries, keys and values stay as they are.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.utils._pytree as pytree
@@ -21,43 +25,53 @@ from torch import Tensor
 
 from torchtitan_graph.ops.loss import wide
 from torchtitan_graph.ops.operator import Attention, num_bytes, operator
-from torchtitan_graph.torch_private.flash import causal_backward, causal_forward, varlen_backward, varlen_forward
+from torchtitan_graph.ops.pieces import ROWS_AT_A_TIME, Call, calls_of
+from torchtitan_graph.ops.varlen_cpu import attend_in_pieces, gradients_in_pieces
+from torchtitan_graph.torch_private.flash import varlen_backward, varlen_forward
 
 
 @dataclasses.dataclass(frozen=True)
 class Segments:
-    """The segments of B rows of L tokens, in place of a mask: a token sees its segment's tokens up to itself.
+    """The segments of B rows of L tokens, in place of a mask: a token sees its segment's tokens up to itself, or the
+    last of them.
 
     begins  (B * L + 1,) int32, on the device: the first token of each segment, counted over all rows, then B * L to
             the end
-    sizes   (2,) int64, in the host's memory: the number of segments, and the tokens of the longest
+    sizes   (3,) int64, in the host's memory: the number of segments, the tokens of the longest, and the most that a
+            token sees; 0: all
+    places  int64, in the host's memory: the places of the queries in a row; of no size: one at each place
     """
 
     begins: Tensor
     sizes: Tensor
+    places: Tensor
 
 
 if Segments not in pytree.SUPPORTED_NODES:
     pytree.register_dataclass(Segments)
 
 
-def segments_of(begins_BL: Tensor, device: torch.device) -> Segments:
+def segments_of(begins_BL: Tensor, device: torch.device, window: int = 0, places_L: Tensor | None = None) -> Segments:
     """Return the segments of rows for a device.
 
     Args:
         begins_BL: boolean, True where a segment begins: at each row's first token, too. If it is on a device, the host
             waits for it; on meta, nothing is read.
+        window: the most tokens that a token sees, its own among them; 0: all of its segment.
+        places_L: places of the queries in a row; None: one at each place.
     """
     if begins_BL.is_meta:
         begins = torch.empty(begins_BL.numel() + 1, dtype=torch.int32, device="meta")
-        return Segments(begins, torch.tensor(begins_BL.shape, device="cpu"))
+        places = torch.zeros(0 if places_L is None else len(places_L), dtype=torch.int64, device="cpu")
+        return Segments(begins, torch.tensor([*begins_BL.shape, window], device="cpu"), places)
+    places = torch.zeros(0, dtype=torch.int64, device="cpu") if places_L is None else places_L.cpu()
     first = begins_BL.cpu().flatten().nonzero().squeeze(1)
     begins = torch.full((begins_BL.numel() + 1,), begins_BL.numel(), dtype=torch.int32, device="cpu")
     begins[: len(first)] = first
-    sizes = torch.tensor([len(first), int(begins.diff().max())], device="cpu")
+    sizes = torch.tensor([len(first), int(begins.diff().max()), window], device="cpu")
     if device.type == "cuda":
         begins = begins.pin_memory()
-    return Segments(begins.to(device, non_blocking=True), sizes)
+    return Segments(begins.to(device, non_blocking=True), sizes, places)
 
 
 def _empty_results(q_BLNH: Tensor) -> tuple[Tensor, Tensor]:
@@ -71,29 +85,38 @@ def _fake_attention(q_BLNH: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
 
 
 def _fake_backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: object) -> tuple[Tensor, ...]:
-    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    sinks_N = rest[-2]
+    of_sinks = sinks_N if isinstance(sinks_N, Tensor) else q.new_empty(0)
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, of_sinks))
 
 
-def _repeated_heads(q_BLNH: Tensor, k_BLKH: Tensor, *rest: object, **_: object) -> int:
-    """Return the bytes of the keys and values that are repeated on a CPU, for each query head of a group."""
-    repeats = q_BLNH.device.type == "cpu" and q_BLNH.shape[2] > k_BLKH.shape[2]
-    return 2 * num_bytes(q_BLNH) if repeats else 0
+def _scratch(q_BLNH: Tensor, k_BLKH: Tensor, copies: int) -> int:
+    """Return the bytes of a call's copies of queries, keys, values and results on a CPU: of the rows of several pieces,
+    or of a row, keys and values for each query head of a group."""
+    if q_BLNH.device.type != "cpu":
+        return 0
+    row = num_bytes(q_BLNH) // (q_BLNH.shape[0] * q_BLNH.shape[1])
+    return copies * row * min(max(ROWS_AT_A_TIME, k_BLKH.shape[1]), k_BLKH.shape[0] * k_BLKH.shape[1])
 
 
 def _whole_rows(floats: Sequence[Tensor], number: int) -> Tensor:
-    """Return the `sizes` or, for another number of integers, the `begins` of segments that are whole rows."""
+    """Return the `sizes`, the `begins` or the `places` of segments that are whole rows, by the number of integers."""
     B, L = floats[0].shape[:2]
-    return torch.tensor([B, L]) if number == 2 else (torch.arange(number) * L).clamp(max=B * L)
+    if number == 3:
+        return torch.tensor([B, L, 0])
+    return (torch.arange(number) * L).clamp(max=B * L) if number > B * L else torch.arange(number)
 
 
 def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    q_BLNH, k_BLKH, v_BLKH, begins, sizes, ctx.scale = inputs
+    q_BLNH, k_BLKH, v_BLKH, begins, sizes, places, sinks_N, ctx.scale = inputs
     ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(q_BLNH, k_BLKH, v_BLKH, *output, begins, sizes)
+    ctx.save_for_backward(q_BLNH, k_BLKH, v_BLKH, *output, begins, sizes, places, sinks_N)
 
 
 def _backward(ctx, d_out_BLNH: Tensor, *unused: None):  # type: ignore[no-untyped-def]
-    return *varlen_attention_backward(d_out_BLNH, *ctx.saved_tensors, ctx.scale), None, None, None
+    *saved, sinks_N = ctx.saved_tensors
+    dq, dk, dv, d_sinks_N = varlen_attention_backward(d_out_BLNH, *saved, sinks_N, ctx.scale)
+    return dq, dk, dv, None, None, None, None if sinks_N is None else d_sinks_N, None
 
 
 @operator(
@@ -101,18 +124,26 @@ def _backward(ctx, d_out_BLNH: Tensor, *unused: None):  # type: ignore[no-untype
     setup=_save,
     backward=_backward,
     attention=Attention(length=1),
-    scratch=_repeated_heads,
+    scratch=lambda q, k, *_, **__: _scratch(q, k, 4),
     recompute="costly",
     examples=_whole_rows,
 )
 def varlen_attention(
-    q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor, begins: Tensor, sizes: Tensor, scale: float
+    q_BLNH: Tensor,
+    k_BLKH: Tensor,
+    v_BLKH: Tensor,
+    begins: Tensor,
+    sizes: Tensor,
+    places: Tensor,
+    sinks_N: Tensor | None,
+    scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Return attention within segments, with grouped queries: each of the K key heads serves N/K query heads.
 
     Args:
         v_BLKH: values, as wide as keys.
-        begins, sizes: those of `Segments`.
+        begins, sizes, places: those of `Segments`; on a GPU without a window or places.
+        sinks_N: a logit per head in the softmax's denominator; not on a GPU.
         scale: factor of the products of queries and keys.
 
     Returns:
@@ -120,21 +151,22 @@ def varlen_attention(
     """
     q_TNH, k_TKH, v_TKH = _in_one_row(q_BLNH, k_BLKH, v_BLKH)
     if q_TNH.is_cuda:
-        number, longest = sizes.tolist()
+        number, longest, _ = sizes.tolist()
         out_TNH, lse_NT = varlen_forward(q_TNH, k_TKH, v_TKH, begins[: number + 1], longest, scale)
         return out_TNH.reshape(q_BLNH.shape), lse_NT
     out_TNH, lse_NT = _empty_results(q_BLNH)
-    q_NTH, k_NTH, v_NTH = _by_head(q_TNH, k_TKH, v_TKH)
-    for at in _places(begins, sizes):
-        out_NLH, lse_NT[:, at] = causal_forward(q_NTH[:, at], k_NTH[:, at], v_NTH[:, at], scale)
-        out_TNH[at] = out_NLH.transpose(0, 1)
+    attend_in_pieces(out_TNH, lse_NT, q_TNH, k_TKH, v_TKH, _calls(begins, sizes, places, k_BLKH), scale)
+    if sinks_N is not None:  # see Note [Sinks]
+        total_NT = torch.logaddexp(lse_NT, sinks_N.type_as(lse_NT).unsqueeze(1))
+        out_TNH *= (lse_NT - total_NT).exp().t().unsqueeze(-1)
+        lse_NT = total_NT
     return out_TNH.view(q_BLNH.shape), lse_NT
 
 
 @operator(
     _fake_backward,
     attention=Attention(query=1, length=1, is_backward=True),
-    scratch=lambda d_out, *args, **_: _repeated_heads(*args),
+    scratch=lambda d_out, q, k, *_, **__: _scratch(q, k, 8),
     examples=_whole_rows,
 )
 def varlen_attention_backward(
@@ -146,28 +178,26 @@ def varlen_attention_backward(
     lse_NT: Tensor,
     begins: Tensor,
     sizes: Tensor,
+    places: Tensor,
+    sinks_N: Tensor | None,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of queries, keys and values."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of queries, keys, values and sinks; that of no sinks has no size."""
     d_out_TNH, q_TNH, k_TKH, v_TKH, out_TNH = _in_one_row(d_out_BLNH, q_BLNH, k_BLKH, v_BLKH, out_BLNH)
+    d_sinks_N = q_BLNH.new_empty(0)
     if q_TNH.is_cuda:
-        number, longest = sizes.tolist()
-        gradients = varlen_backward(
+        number, longest, _ = sizes.tolist()
+        dq, dk, dv = varlen_backward(
             d_out_TNH, q_TNH, k_TKH, v_TKH, out_TNH, lse_NT, begins[: number + 1], longest, scale
         )
-    else:
-        gradients = tuple(map(torch.empty_like, (q_TNH, k_TKH, v_TKH)))  # type: ignore[assignment]
-        q_NTH, k_NTH, v_NTH = _by_head(q_TNH, k_TKH, v_TKH)
-        d_out_NTH, out_NTH = d_out_TNH.transpose(0, 1), out_TNH.transpose(0, 1)
-        for at in _places(begins, sizes):
-            d_out_NLH, q_NLH, k_NLH, v_NLH, out_NLH, lse_NL = (
-                x[:, at] for x in (d_out_NTH, q_NTH, k_NTH, v_NTH, out_NTH, lse_NT)
-            )
-            parts = causal_backward(d_out_NLH, q_NLH, k_NLH, v_NLH, out_NLH, lse_NL, scale)
-            for all_TKH, part_NLH in zip(gradients, parts, strict=True):
-                all_TKH[at] = part_NLH.unflatten(0, (all_TKH.shape[1], -1)).sum(1).transpose(0, 1)
-    dq, dk, dv = (g.reshape(x.shape) for g, x in zip(gradients, (q_BLNH, k_BLKH, v_BLKH), strict=True))
-    return dq, dk, dv
+        return dq.reshape(q_BLNH.shape), dk.reshape(k_BLKH.shape), dv.reshape(v_BLKH.shape), d_sinks_N
+    given = d_out_TNH, q_TNH, k_TKH, v_TKH, out_TNH, lse_NT
+    dq, dk, dv = gradients_in_pieces(*given, _calls(begins, sizes, places, k_BLKH), scale)
+    if sinks_N is not None:
+        weight_NT = (sinks_N.type_as(lse_NT).unsqueeze(1) - lse_NT).exp()
+        delta_TN = (d_out_TNH.type_as(lse_NT) * out_TNH).sum(-1)
+        d_sinks_N = -(weight_NT * delta_TN.t()).sum(1).type_as(sinks_N)
+    return dq.view(q_BLNH.shape), dk.view(k_BLKH.shape), dv.view(v_BLKH.shape), d_sinks_N
 
 
 def _in_one_row(*parts: Tensor) -> list[Tensor]:
@@ -175,14 +205,7 @@ def _in_one_row(*parts: Tensor) -> list[Tensor]:
     return [x.flatten(0, 1) if x.stride(-1) == 1 else x.contiguous().flatten(0, 1) for x in parts]
 
 
-def _by_head(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (heads, T, width), keys and values repeated for each query head: a CPU's kernel has no groups."""
-    groups = q_TNH.shape[1] // k_TKH.shape[1]
-    k_TNH, v_TNH = (x.repeat_interleave(groups, dim=1) if groups > 1 else x for x in (k_TKH, v_TKH))
-    return q_TNH.transpose(0, 1), k_TNH.transpose(0, 1), v_TNH.transpose(0, 1)
-
-
-def _places(begins: Tensor, sizes: Tensor) -> Iterator[slice]:
-    """Yield the tokens of each segment."""
-    bounds = begins[: int(sizes[0]) + 1].tolist()
-    return (slice(begin, end) for begin, end in zip(bounds, bounds[1:], strict=False))
+def _calls(begins: Tensor, sizes: Tensor, places: Tensor, k_BLKH: Tensor) -> tuple[Call, ...]:
+    number, _, window = sizes.tolist()
+    L = k_BLKH.shape[1]
+    return calls_of(tuple(begins[: number + 1].tolist()), window or L, tuple(places.tolist()), L)

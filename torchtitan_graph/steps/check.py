@@ -103,7 +103,9 @@ def _check_loss_chunks(config: JobConfig, model: Decoder, dims: ParallelDims, op
         )
 
 
-def check_reference(config: JobConfig, model: Decoder, reference: Reference, dims: ParallelDims) -> None:
+def check_reference(
+    config: JobConfig, model: Decoder, reference: Reference, dims: ParallelDims, options: StepOptions
+) -> None:
     """Check that the frozen model beside the trained one reads the same tokens, and can be laid out.
 
     Raises:
@@ -117,7 +119,7 @@ def check_reference(config: JobConfig, model: Decoder, reference: Reference, dim
         )
     check_plan(frozen, reference.plan, dims)
     _check_state(config, frozen, dims)
-    frozen.check_attention(dims.cp)
+    _check_varlen(frozen, dims, options)
 
 
 def _check_state(config: JobConfig, model: Decoder, dims: ParallelDims) -> None:
@@ -151,11 +153,21 @@ def _check_state(config: JobConfig, model: Decoder, dims: ParallelDims) -> None:
 
 
 def _check_varlen(model: Decoder, dims: ParallelDims, options: StepOptions) -> None:
-    """Check that flash attention's kernels for segments support the step."""
-    model.check_attention(dims.cp)
+    """Check that attention within segments supports the step; on a GPU, that flash attention's kernels do."""
+    model.check_attention()
     compute = options.precision.compute
     if model.attn != "varlen" or not options.target.is_gpu:
         return
+    if dims.cp > 1:
+        raise UserError(
+            f"parallelism.context_parallel_degree = {dims.cp}: on a GPU not with model.attn = 'varlen', whose kernels"
+            " take whole documents, and a rank has parts of them; use flex, or another axis"
+        )
+    if windows := model.windows():
+        raise UserError(
+            f"model.attn = 'varlen': on a GPU its kernels have no windows here, and the mask {next(iter(windows))!r} of"
+            " this model has; use flex"
+        )
     if compute not in (torch.bfloat16, torch.float16):
         raise UserError(
             f"model.attn = 'varlen': on a GPU its kernels compute in bfloat16 or float16, not in {compute}; set "
@@ -170,6 +182,7 @@ def _log_dense_masks(config: JobConfig, model: Decoder, dims: ParallelDims, opti
     (rows, keys), itemsize = options.rows, options.precision.compute.itemsize
     queries, nothing = keys // dims.cp, torch.zeros(1, 1, dtype=torch.int64)
     rules, segments = model.mask_rules(nothing, nothing).keys(), model.segments(nothing, nothing).keys()
+    segments -= model.windows().keys()
     instead = []
     if not config.training.dynamic_seq_len and "compile_regions" not in options.disabled:
         instead.append("auto or flex")

@@ -50,15 +50,12 @@ def of_this_rank(
         reference: a model beside this one, whose masks are added.
     """
     L, device = whole.tokens_BL.shape[1], whole.tokens_BL.device
-    places_L: Tensor | None = None
-    if layout.degree(CP) == 1:
-        read = on_host if on_host is not None and model.attn == "varlen" else whole
-        rows = read.documents_BL, read.positions_BL, places_L, device
-        return whole, {**model.masks(*rows), **masks_beside(model, reference, *rows)}
-    places_L = places_of(layout.rank(CP), L, layout.degree(CP), device)
-    rows = whole.documents_BL, whole.positions_BL, places_L, device
+    degree = layout.degree(CP)
+    places_L = places_of(layout.rank(CP), L, degree, device) if degree > 1 else None
+    read = on_host if on_host is not None and model.attn == "varlen" else whole
+    rows = read.documents_BL, read.positions_BL, places_L, device
     masks = {**model.masks(*rows), **masks_beside(model, reference, *rows)}
-    return Batch(*(x[:, places_L] for x in whole)), masks
+    return whole if places_L is None else Batch(*(x[:, places_L] for x in whole)), masks
 
 
 def example_inputs(assembly: Assembly, rows: tuple[int, int]) -> tuple[Batch, Any, Tensor]:

@@ -61,9 +61,10 @@ def new_reference(path: Path, attn: str) -> Reference:
 
 
 def shares_masks(model: Decoder, other: Decoder) -> bool:
-    """Return whether both have the masks of every decoder, causal within documents: then they are built once."""
+    """Return whether both have the masks of every decoder, causal within documents, in one form: then they are built
+    once."""
     own = [getattr(type(each), name) for each in (model, other) for name in ("mask_rules", "segments")]
-    return all(each in (Decoder.mask_rules, Decoder.segments) for each in own)
+    return model.attn == other.attn and all(each in (Decoder.mask_rules, Decoder.segments) for each in own)
 
 
 def masks_beside(

@@ -1,4 +1,4 @@
-"""Flash attention in segments of rows, each causal by itself, forward and backward.
+"""Flash attention: on a GPU in segments of rows, each causal by itself; on a CPU under a mask; forward and backward.
 
 torch calls these kernels in `torch.nn.attention.varlen.varlen_attn`, which has none for a CPU, and whose autograd can't
 be part of an operator of our own. A public backward would replace them.
@@ -50,18 +50,37 @@ def _aligned(x_TNH: Tensor) -> Tensor:
     return F.pad(x_TNH, (0, -x_TNH.shape[-1] % 8)) if x_TNH.shape[-1] % 8 else x_TNH
 
 
-def causal_forward(q_NLH: Tensor, k_NLH: Tensor, v_NLH: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Return attention within one segment on a CPU, and the logarithms (N, L) of the sums of exponentials."""
-    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
-        q_NLH[None], k_NLH[None], v_NLH[None], 0.0, True, scale=scale
+def cpu_forward(
+    q_BNLH: Tensor, k_BNLH: Tensor, v_BNLH: Tensor, seen_LL: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Return attention on a CPU, and the logarithms (B, N, L) of the sums of exponentials.
+
+    Args:
+        seen_LL: boolean, True where a query sees a key; None: each sees those up to its own place.
+    """
+    return aten._scaled_dot_product_flash_attention_for_cpu(  # type: ignore[no-any-return]
+        q_BNLH, k_BNLH, v_BNLH, 0.0, seen_LL is None, attn_mask=_bias(seen_LL, q_BNLH), scale=scale
     )
-    return out[0], lse[0]
 
 
-def causal_backward(
-    d_out_NLH: Tensor, q_NLH: Tensor, k_NLH: Tensor, v_NLH: Tensor, out_NLH: Tensor, lse_NL: Tensor, scale: float
+def cpu_backward(
+    d_out_BNLH: Tensor,
+    q_BNLH: Tensor,
+    k_BNLH: Tensor,
+    v_BNLH: Tensor,
+    out_BNLH: Tensor,
+    lse_BNL: Tensor,
+    seen_LL: Tensor | None,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of queries, keys and values of one segment on a CPU."""
-    each = (x[None] for x in (d_out_NLH, q_NLH, k_NLH, v_NLH, out_NLH, lse_NL))
-    dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(*each, 0.0, True, scale=scale)
-    return dq[0], dk[0], dv[0]
+    """Return the gradients of queries, keys and values on a CPU."""
+    given = d_out_BNLH, q_BNLH, k_BNLH, v_BNLH, out_BNLH, lse_BNL
+    return aten._scaled_dot_product_flash_attention_for_cpu_backward(  # type: ignore[no-any-return]
+        *given, 0.0, seen_LL is None, attn_mask=_bias(seen_LL, q_BNLH), scale=scale
+    )
+
+
+def _bias(seen_LL: Tensor | None, q_BNLH: Tensor) -> Tensor | None:
+    if seen_LL is None:
+        return None
+    return q_BNLH.new_zeros(seen_LL.shape).masked_fill_(~seen_LL, float("-inf"))

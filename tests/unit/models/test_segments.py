@@ -1,5 +1,7 @@
 """Attention within segments: sdpa's numbers under the mask of the same documents, and what it can't do is refused."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,9 +11,10 @@ from torchtitan_graph.check.kernels import same_and_earlier
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.models.layers.attention import attend
 from torchtitan_graph.models.layers.decoder import Decoder
-from torchtitan_graph.models.layers.masks import all_of, begins_of, build_mask, causal, same_document, sliding
+from torchtitan_graph.models.layers.masks import Rule, all_of, begins_of, build_mask, causal, same_document, sliding
 from torchtitan_graph.models.spec import load_family, tiny_config
 from torchtitan_graph.ops.varlen import Segments, segments_of, varlen_attention
+from torchtitan_graph.parallel.sequence import places_of
 
 CPU = torch.device("cpu")
 B, L, N, H = 3, 37, 4, 16
@@ -55,14 +58,56 @@ def test_segments_are_of_one_size_however_many_there_are() -> None:
     begins_BL = begins_of(torch.tensor([[0, 0, 1, 1, 1], [1, 2, 2, 2, 2]]), torch.zeros(2, 5))
     segments = segments_of(begins_BL, CPU)
     assert segments.begins.tolist() == [0, 2, 5, 6, 10, 10, 10, 10, 10, 10, 10]
-    assert segments.begins.dtype == torch.int32 and segments.sizes.tolist() == [4, 4]
+    assert segments.begins.dtype == torch.int32 and segments.sizes.tolist() == [4, 4, 0]
     every = segments_of(torch.ones(2, 5, dtype=torch.bool), CPU)
-    assert every.begins.tolist() == list(range(11)) and every.sizes.tolist() == [10, 1]
+    assert every.begins.tolist() == list(range(11)) and every.sizes.tolist() == [10, 1, 0]
 
 
 def test_torch_can_trace_and_differentiate_it() -> None:
-    segments = segments_of(begins_of(documents("random")), CPU)
-    torch.library.opcheck(varlen_attention, (*inputs(2), segments.begins, segments.sizes, 0.25))
+    segments = segments_of(begins_of(documents("random")), CPU, window=5)
+    places, sinks_N = (segments.begins, segments.sizes, segments.places), torch.randn(N, dtype=torch.float64)
+    for sinks in (None, sinks_N.requires_grad_()):
+        torch.library.opcheck(varlen_attention, (*inputs(2), *places, sinks, 0.25))
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, seen_BLL: Tensor, sinks_N: Tensor | None) -> Tensor:
+    """Compute attention by its definition, a sink as a key without a value."""
+    groups = q.shape[2] // k.shape[2]
+    q, k, v = (x.transpose(1, 2) for x in (q, k.repeat_interleave(groups, 2), v.repeat_interleave(groups, 2)))
+    scores = (q @ k.mT / H**0.5).masked_fill(~seen_BLL.unsqueeze(1), float("-inf"))
+    if sinks_N is not None:
+        scores = torch.cat((scores, sinks_N.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)), dim=-1)
+    return (scores.softmax(-1)[..., : k.shape[2]] @ v).transpose(1, 2)
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+@pytest.mark.parametrize("window", [0, 3, 70])
+@pytest.mark.parametrize("rate", [0.3, 0.03, 0.002])
+def test_windows_sinks_and_parts_of_rows(rate: float, window: int, cp: int) -> None:
+    length = 384  # longer than what is rounded, and more than one block behind a window
+    generator = torch.Generator().manual_seed(3)
+    documents_BL = (torch.rand(2, length, generator=generator) < rate).long().cumsum(1)
+    places_L = torch.arange(length) if cp == 1 else places_of(1, length, cp, CPU)
+    shapes = [(2, len(places_L), N, H), (2, length, 2, H), (2, length, 2, H - 5), (N,)]
+    given = [torch.randn(x, generator=generator, dtype=torch.float64).requires_grad_() for x in shapes]
+    rules = all_of(causal, same_document(documents_BL), sliding(window or length))
+    seen_BLL = build_mask("sdpa", rules, 2, length, CPU, places_L).squeeze(1)  # type: ignore[union-attr]
+    segments = segments_of(begins_of(documents_BL), CPU, window, None if cp == 1 else places_L)
+    expected = results(given, dense(*given[:3], seen_BLL, given[3]))
+    found = results(given, attend(*given[:3], segments, sinks_N=given[3]))
+    assert largest_gap(found, expected) < 1e-12
+    without = given[:3]
+    found = results(without, attend(*without, segments))
+    assert largest_gap(found, results(without, dense(*without, seen_BLL, None))) < 1e-12
+    if rate < 0.3 and window:
+        wider = segments_of(begins_of(documents_BL), CPU, window + 1, None if cp == 1 else places_L)
+        assert largest_gap(results(without, attend(*without, wider)), found) > 1e-3
+
+
+def test_a_row_gives_the_same_bits_in_every_layer() -> None:
+    documents_BL, (q, k, v) = documents("random"), inputs(2)
+    twice = [results([q, k, v], attend(q, k, v, segments_of(begins_of(documents_BL), CPU, 5))) for _ in range(2)]
+    assert largest_gap(*twice) == 0
 
 
 def tiny(family: str) -> Decoder:
@@ -71,7 +116,7 @@ def tiny(family: str) -> Decoder:
         return module.Model(tiny_config(module.FLAVORS["debugmodel"]), "varlen")
 
 
-@pytest.mark.parametrize("family", ["llama3", "llama4", "qwen3", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["llama3", "llama4", "qwen3", "deepseek_v3", "gpt_oss"])
 def test_segments_let_see_what_the_rules_let_see(family: str) -> None:
     model, documents_BL = tiny(family), documents("random")
     begins_BL = begins_of(documents_BL)
@@ -79,26 +124,36 @@ def test_segments_let_see_what_the_rules_let_see(family: str) -> None:
     rules, segments = model.mask_rules(documents_BL, positions_BL), model.segments(documents_BL, positions_BL)
     assert rules.keys() == segments.keys()
     for name, rule in rules.items():
-        expected = same_and_earlier(segments[name].cumsum(1))
-        assert torch.equal(build_mask("sdpa", rule, B, L, CPU), expected), name  # type: ignore[arg-type]
+        window = sliding(model.windows().get(name, L))
+        expected = all_of(causal, same_document(segments[name].cumsum(1)), window)
+        seen, expected_seen = (build_mask("sdpa", x, B, L, CPU) for x in (rule, expected))
+        assert torch.equal(seen, expected_seen), name  # type: ignore[arg-type]
     if family == "llama4":
         assert segments["chunked"].sum() > segments["causal"].sum()
     model.check_attention()
 
 
+def windowed_rules(window: int, documents_BL: Tensor, _: Tensor) -> dict[str, Rule]:
+    return {"causal": all_of(causal, same_document(documents_BL), sliding(window))}
+
+
 def test_what_is_more_than_segments_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match="'varlen': the mask 'sliding' of this model is not causal .* use flex or sdpa"):
-        tiny("gpt_oss").check_attention()
-    with pytest.raises(UserError, match="context_parallel_degree = 2: not with model.attn = 'varlen'"):
-        tiny("llama3").check_attention(cp=2)
-    model = tiny("llama3")
-    windows = all_of(causal, same_document(torch.zeros(2, 64)), sliding(5))
-    monkeypatch.setattr(model, "mask_rules", lambda *_: {"causal": windows})
-    with pytest.raises(UserError, match="`segments` let other tokens be seen than the rule 'causal'"):
+    model = tiny("gpt_oss")
+    monkeypatch.setattr(model, "windows", lambda: {"sliding": 6})
+    with pytest.raises(
+        UserError, match="'varlen': .* let other tokens be seen than the rule 'sliding' .* flex or sdpa"
+    ):
         model.check_attention()
+    monkeypatch.setattr(model, "segments", lambda documents_BL, _: {"causal": begins_of(documents_BL)})
+    with pytest.raises(UserError, match="'varlen': the mask 'sliding' of this model is not causal .* use flex or sdpa"):
+        model.check_attention()
+    model = tiny("llama3")
+    for window in (5, 5000):
+        windowed = partial(windowed_rules, window)
+        monkeypatch.setattr(model, "mask_rules", windowed)
+        with pytest.raises(UserError, match="let other tokens be seen than the rule 'causal'"):
+            model.check_attention()
     q, k, v = inputs(N)
     segments: Segments = segments_of(begins_of(documents("random")), CPU)
-    with pytest.raises(UserError, match="'varlen': this model's attention has sinks; use flex"):
-        attend(q, k, v, segments, sinks_N=torch.zeros(N))
-    with pytest.raises(UserError, match="has another score, which only 'flex' can"):
+    with pytest.raises(UserError, match="'varlen': this model changes attention's scores, which only 'flex' can"):
         attend(q, k, v, segments, score=lambda score, b, h, q, kv: score)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.models.hf.architecture import choose_model, new_model
+from torchtitan_graph.models.hf.architecture import choose_model, new_model, own_attention
 from torchtitan_graph.models.hf.peft import check_adapter, check_exportable, load_adapter, save_adapter
 from torchtitan_graph.models.hf.read import check_weights, load_weights
 from torchtitan_graph.models.hf.write import save_weights
@@ -27,6 +27,7 @@ __all__ = [
     "load_adapter",
     "load_weights",
     "new_model",
+    "own_attention",
     "save_adapter",
     "save_weights",
     "to_hf",

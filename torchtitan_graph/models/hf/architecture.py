@@ -80,6 +80,10 @@ def choose_model(job_config: JobConfig, assets: Path | None, tokenizer_vocab_siz
     source = f"model.flavor = {options.flavor!r}" if raw is None else str(file)
     config = with_mtp_layers(config, options.num_mtp_layers, options.name)
     model = _on_meta(family, config, options.attn, source)
+    if job_config.model.attn == "auto" and options.attn == "varlen":
+        options.attn, why = own_attention(model)
+        model.attn = options.attn
+        logger.info(f"model.attn = auto: {model.attn}, {why}")
     adapt(model, family, options)
     for note in model.notes:
         logger.info(note)
@@ -87,17 +91,18 @@ def choose_model(job_config: JobConfig, assets: Path | None, tokenizer_vocab_siz
 
 
 def choose_attention(job_config: JobConfig, target: Target) -> str:
-    """Return `model.attn`; where that is "auto", "sdpa" or "flex".
+    """Return `model.attn`; where that is "auto", "varlen" on a CPU, "sdpa" or "flex" on a GPU.
 
-    Rows are packed from documents, so every mask is more than causal. Of the GPU's kernels only flex attention's,
-    compiled, skip masked pairs, need no mask of rows x rows, and take grouped keys and values without copies. They need
-    one length of rows. Uncompiled, it holds every score.
+    Rows are packed from documents, so every mask is more than causal. On a CPU, attention within segments computes no
+    masked pair; `own_attention` replaces it for a model that it can't compute. Of the GPU's kernels only flex
+    attention's, compiled, skip masked pairs, need no mask of rows x rows, and take grouped keys and values without
+    copies. They need one length of rows. Uncompiled, it holds every score.
     """
     chosen, training = job_config.model.attn, job_config.training
     if chosen != "auto":
         return chosen
     if not target.is_gpu:
-        chosen, why = "sdpa", "on a CPU"
+        return "varlen"
     elif training.dynamic_seq_len:
         chosen, why = "sdpa", "for block masks have one length, and training.dynamic_seq_len is true"
     elif "compile_regions" in job_config.compile.disable_passes:
@@ -106,6 +111,13 @@ def choose_attention(job_config: JobConfig, target: Target) -> str:
         chosen, why = "flex", "on a GPU"
     logger.info(f"model.attn = auto: {chosen}, {why}")
     return chosen
+
+
+def own_attention(model: Decoder) -> tuple[str, str]:
+    """Return what "auto" is for a model on a CPU, and why: "varlen", or another that can compute its attention."""
+    if why := model.not_in_segments():
+        return "flex" if model.changes_scores else "sdpa", f"for {why}"
+    return "varlen", "on a CPU"
 
 
 def choose_elementwise(job_config: JobConfig, target: Target, name: str) -> str:

@@ -44,19 +44,15 @@ def attend(
         score: function of a scaled score, `(score, b, h, q, kv) -> score`, as a soft cap or a bias does; flex only.
 
     Raises:
-        UserError: a score function without flex attention, which alone has one; sinks within segments; or a use that
-            context parallelism can't split.
+        UserError: a score function without flex attention, which alone has one; sinks, or heads that are too wide, for
+            a GPU's kernels for segments; or a use that context parallelism can't split.
     """
     _check_places(q_BLNH.shape[1], k_BLKH.shape[1], mask, score)
     scale = q_BLNH.shape[-1] ** -0.5 if scale is None else scale
     if isinstance(mask, Segments):
-        if score is not None or sinks_N is not None:
-            what = "sinks" if score is None else "another score, which only 'flex' can"
-            raise UserError(f"model.attn = 'varlen': this model's attention has {what}; use flex")
-        if q_BLNH.is_cuda and q_BLNH.shape[-1] > WIDEST:
-            width = q_BLNH.shape[-1]
-            raise UserError(f"model.attn = 'varlen': its heads have {width} features, and {WIDEST} at most; use flex")
-        out_BLNH, _ = varlen_attention(q_BLNH, k_BLKH, _as_wide(v_BLKH, q_BLNH), mask.begins, mask.sizes, scale)
+        _check_segments(q_BLNH, sinks_N, score)
+        places = mask.begins, mask.sizes, mask.places
+        out_BLNH, _ = varlen_attention(q_BLNH, k_BLKH, _as_wide(v_BLKH, q_BLNH), *places, sinks_N, scale)
         return out_BLNH[..., : v_BLKH.shape[-1]]
     q_BNLH, k_BKLH, v_BKLH = (x.transpose(1, 2) for x in (q_BLNH, k_BLKH, v_BLKH))
     if isinstance(mask, BlockMask):
@@ -85,6 +81,16 @@ def _check_places(Lq: int, Lk: int, mask: Mask, score: ScoreFunction | None) -> 
             "parallelism.context_parallel_degree: this model changes attention's scores by the query's place, of which "
             "a rank that has a part of the row knows only the number in its part; leave the degree at 1"
         )
+
+
+def _check_segments(q_BLNH: Tensor, sinks_N: Tensor | None, score: ScoreFunction | None) -> None:
+    if score is not None:
+        raise UserError("model.attn = 'varlen': this model changes attention's scores, which only 'flex' can")
+    if q_BLNH.is_cuda and sinks_N is not None:
+        raise UserError("model.attn = 'varlen': on a GPU its kernels have no sinks, and this model has; use flex")
+    if q_BLNH.is_cuda and q_BLNH.shape[-1] > WIDEST:
+        width = q_BLNH.shape[-1]
+        raise UserError(f"model.attn = 'varlen': its heads have {width} features, and {WIDEST} at most; use flex")
 
 
 def _reads_query(score: ScoreFunction) -> bool:

@@ -26,6 +26,7 @@ from torchtitan_graph.models.layers.masks import (
     causal,
     num_seen,
     same_document,
+    sliding,
 )
 from torchtitan_graph.models.layers.moe import MoE, Routing, move_correction_bias
 from torchtitan_graph.ops.varlen import segments_of
@@ -232,42 +233,44 @@ class Decoder(nn.Module):
 
     def segments(self, documents_BL: Tensor, positions_BL: Tensor) -> dict[str, Tensor]:
         """Return, by rule, where segments begin (B, L): for rules by which a token sees its segment's tokens up to
-        itself, a segment being a document or a part of one. attn = "varlen" supports only these."""
+        itself, or the last of them (`windows`), a segment being a document or a part of one. attn = "varlen" supports
+        only these."""
         return {"causal": begins_of(documents_BL)}
 
-    def check_attention(self, cp: int = 1) -> None:
-        """Check for attn = "varlen" that attention is within segments of rows that a rank has whole.
+    def windows(self) -> dict[str, int]:
+        """Return, by rule, the most tokens that a token sees of its segment; others are seen whole."""
+        return {}
 
-        Args:
-            cp: the degree of context parallelism.
-
-        Raises:
-            UserError: names the rule that is missing in `segments`, or differs from its segments.
-        """
-        if self.attn != "varlen":
-            return
-        if cp > 1:
-            raise UserError(
-                f"parallelism.context_parallel_degree = {cp}: not with model.attn = 'varlen', whose kernels take whole "
-                "documents, and a rank has parts of them; use flex, or another axis"
-            )
-        documents_BL = torch.arange(64).div(9, rounding_mode="floor").expand(2, -1)
-        positions_BL = torch.arange(64).mul(777).expand(2, -1)  # far apart: chunks end among them, too
+    def not_in_segments(self) -> str | None:
+        """Return why attn = "varlen" can't compute this model's attention; None if it can."""
+        if self.changes_scores:
+            return "this model changes attention's scores, which only 'flex' can"
+        ends = [63 + window + i for window in self.windows().values() for i in (-1, 0, 1)]
+        some_L = torch.tensor([*range(64), *(63 + 2**i for i in range(20)), *ends])  # an undeclared window, too
+        places_L = torch.arange(int(some_L.max()) + 1)
+        documents_BL = places_L.div(9, rounding_mode="floor").clamp(max=7).expand(2, -1)  # the last is long
+        positions_BL = places_L.mul(777).expand(2, -1)  # far apart: chunks end among them, too
         segments = self.segments(documents_BL, positions_BL)
+        pairs = torch.arange(2).view(2, 1, 1, 1), torch.zeros(1, dtype=torch.int64), some_L.unsqueeze(1), some_L
         for name, rule in self.mask_rules(documents_BL, positions_BL).items():
             if name not in segments:
-                raise UserError(
-                    f"model.attn = 'varlen': the mask {name!r} of this model is not causal attention within documents, "
-                    "or parts of them (`segments`); use flex or sdpa"
+                return (
+                    f"the mask {name!r} of this model is not causal attention within documents, or parts of them"
+                    " (`segments`)"
                 )
-            within_BL = segments[name].cumsum(1)
-            expected = all_of(causal, same_document(within_BL))
-            seen, expected_seen = (build_mask("sdpa", x, 2, 64, within_BL.device) for x in (rule, expected))
-            if not torch.equal(seen, expected_seen):  # type: ignore[arg-type]
-                raise UserError(
-                    f"model.attn = 'varlen': this model's `segments` let other tokens be seen than the rule {name!r} of"
-                    " its `mask_rules`: correct the one that is wrong, or use flex or sdpa"
+            window = sliding(self.windows().get(name, len(places_L)))
+            expected = all_of(causal, same_document(segments[name].cumsum(1)), window)
+            if not torch.equal(*torch.broadcast_tensors(rule(*pairs), expected(*pairs))):
+                return (
+                    f"this model's `segments` and `windows` let other tokens be seen than the rule {name!r} of its"
+                    " `mask_rules`: correct the one that is wrong"
                 )
+        return None
+
+    def check_attention(self) -> None:
+        """Raise a UserError if attn = "varlen" can't compute this model's attention."""
+        if self.attn == "varlen" and (why := self.not_in_segments()):
+            raise UserError(f"model.attn = 'varlen': {why}; use flex{'' if self.changes_scores else ' or sdpa'}")
 
     def num_visible(self, positions_BL: Tensor) -> dict[str, Tensor]:
         """Return, by rule, the number of positions that each position sees, for attention's FLOPs. Other rules are
@@ -310,14 +313,15 @@ class Decoder(nn.Module):
         Args:
             documents_BL: document number of each token.
             positions_BL: position of each token in its document.
-            places_L: places of the queries in the row; None: one at each place. Segments have all.
+            places_L: places of the queries in the row; None: one at each place.
             device: device of the masks; None: that of the documents. Segments are computed from documents in the
                 host's memory: for others the host waits. See Note [Numbers of segments].
         """
         (B, L), device = documents_BL.shape, device or documents_BL.device
         if self.attn == "varlen":
             begins = self.segments(documents_BL, positions_BL)
-            return {name: segments_of(begins_BL, device) for name, begins_BL in begins.items()}
+            windows = self.windows()
+            return {name: segments_of(each, device, windows.get(name, 0), places_L) for name, each in begins.items()}
         rules = self.mask_rules(documents_BL, positions_BL)
         return {name: build_mask(self.attn, rule, B, L, device, places_L) for name, rule in rules.items()}
 

@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         parser.error(str(error))
     wanted = Wanted(entry, families, attns, options.graphs_only, options.full, options.out)
-    return report(f"{options.name} after {options.after}", checks(wanted), options.exitfirst, options.traceback)
+    return report(f"{options.name} after {options.after}", checks(wanted), options)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--full", action="store_true", help="also DDP, and FSDP 2 x TP 2 on four processes")
     options, attns = parse(parser, argv)
     found = checks(options.name, options.flavor, attns, options.full)
-    return report(f"{options.name} {options.flavor}", found, options.exitfirst, options.traceback)
+    return report(f"{options.name} {options.flavor}", found, options)
 
 
 if __name__ == "__main__":

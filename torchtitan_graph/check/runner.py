@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
@@ -18,6 +19,7 @@ from torchtitan_graph.models.layers.decoder import ATTENTION
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     """Add the options that both commands have; return all options, and the attention implementations."""
     parser.add_argument("--attn", default="sdpa", help="of sdpa, flex, varlen: one, or several as sdpa,flex")
+    parser.add_argument("--only", metavar="TITLE", help="only the checks whose title, as printed, has this in it")
     parser.add_argument("-x", "--exitfirst", action="store_true", help="stop at the first failure")
     parser.add_argument("--traceback", action="store_true", help="of every failure, of every rank")
     options = parser.parse_args(argv)
@@ -46,18 +48,27 @@ class Check(NamedTuple):
     ends: bool = False
 
 
-def report(what: str, checks: Iterable[Check], exit_first: bool, with_traceback: bool) -> int:
-    """Print a line for every check, and a summary. Return 0 if nothing failed, else 1."""
+def report(what: str, checks: Iterable[Check], options: argparse.Namespace) -> int:
+    """Print a line for every check that --only chooses, and a summary. Return 0 if nothing failed, 2 if no check is
+    chosen, else 1."""
     results: dict[str, str] = {}
+    every = [*checks]
+    checks = [check for check in every if options.only is None or options.only in check.title]
+    if not checks:
+        titles = "\n  ".join(check.title for check in every)
+        print(f"--only {options.only}: is in the title of no check; they are\n  {titles}", file=sys.stderr)
+        return 2
     for check in checks:
         begin = time.perf_counter()
-        results[check.title], said = _result(check, results, with_traceback)
+        results[check.title], said = _result(check, results, options.traceback)
         seconds = time.perf_counter() - begin
         print(f"{results[check.title]:<5} {check.title:<84} {seconds:5.1f} s", flush=True)
         if said:
             print("      " + said.strip().replace("\n", "\n      "), flush=True)
-        if results[check.title] == "FAIL" and (exit_first or check.ends):
+        if results[check.title] == "FAIL" and (options.exitfirst or check.ends):
             break
+    if (failed := [title for title, result in results.items() if result == "FAIL"]) and len(results) > 1:
+        print(f"to run one again: --only {failed[0]!r}")
     count = [f"{list(results.values()).count(kind)} {word}" for kind, word in _WORDS.items()]
     print(f"{what}: {', '.join(count)}")
     return 1 if "FAIL" in results.values() else 0

@@ -221,9 +221,9 @@ class DataLoader:
                 theirs, ours = _differing(repr(state.get(key)), repr(here))
                 raise UserError(
                     f"checkpoint: its data position was saved with {key} = {theirs}, this run has {ours}."
-                    " Rows can't be continued from there: use what the saved run used, or begin a new run, or resume the"
-                    " model at the beginning of the data: checkpoint.load_step with checkpoint.exclude_from_loading ="
-                    " ['dataloader']."
+                    " Rows can't be continued from there: use what the saved run used, or begin a new run, or resume"
+                    " the model at the beginning of the data: checkpoint.load_step with"
+                    " checkpoint.exclude_from_loading = ['dataloader']."
                 )
         origin, saved, given = self._mixture.origin(), state.get("mixture"), self._lanes_given(state)
         if saved:

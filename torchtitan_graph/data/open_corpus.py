@@ -102,7 +102,7 @@ def open_corpus(dataset: str, dataset_path: str | None, split: str, seed: int, r
         path = Path(dataset_path).expanduser()
         with refuse_unreadable(f"{option}_path = {dataset_path!r}"):
             if not path.exists():
-                raise UserError(f"{option}_path = {dataset_path!r}: there is no such file or folder{_near(path)}")
+                raise UserError(f"{option}_path = {dataset_path!r}: there is no such file or folder{near_path(path)}")
             if not path.is_dir() and not path.is_file():
                 raise UserError(
                     f"{option}_path = {dataset_path!r}: is not a regular file, but a FIFO, a socket or a device"
@@ -126,7 +126,7 @@ def open_corpus(dataset: str, dataset_path: str | None, split: str, seed: int, r
     return open_hub(name, reading, split, seed)
 
 
-def _near(path: Path) -> str:
+def near_path(path: Path) -> str:
     """Return the end of a message about a path that is not there: what it may have been called."""
     there = next(folder for folder in path.absolute().parents if folder.is_dir())
     missing = path.absolute().relative_to(there).parts

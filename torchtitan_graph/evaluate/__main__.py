@@ -23,7 +23,7 @@ from torchtitan_graph.evaluate.choices import evaluate_choices, read_questions
 from torchtitan_graph.evaluate.corpora import evaluate_corpora
 from torchtitan_graph.evaluate.model import Evaluated, open_model
 from torchtitan_graph.evaluate.requests import Scorer
-from torchtitan_graph.evaluate.source import names_a_corpus, open_source
+from torchtitan_graph.evaluate.source import name_sets, names_a_corpus, open_source
 from torchtitan_graph.parallel.join import meet
 
 
@@ -58,7 +58,10 @@ def main(argv: Sequence[str]) -> int:
         evaluated = open_model(source)
         results: dict[str, Any] = {"model": str(source.weights)}
         if has_corpora:
-            results["sets"] = {name: found._asdict() for name, found in evaluate_corpora(evaluated).items()}
+            try:
+                results["sets"] = {name: found._asdict() for name, found in evaluate_corpora(evaluated).items()}
+            except UserError as error:
+                raise UserError(name_sets(str(error), options.set)) from error
         if has_requests:
             results |= _by_requests(evaluated, questions, tasks)
         if dist.get_rank() == 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from copy import deepcopy
 from pathlib import Path
@@ -12,8 +13,10 @@ from torchtitan_graph.checkpoint.folder import CHECKPOINTS, CONFIG, step_folder
 from torchtitan_graph.config import JobConfig, load
 from torchtitan_graph.config.job import OPTIONS, is_set, put
 from torchtitan_graph.config.resolve import COMMAND_LINE
+from torchtitan_graph.data.open_corpus import near_path
 from torchtitan_graph.data.tokenizer import find_assets
 from torchtitan_graph.errors import UserError, listed
+from torchtitan_graph.patience import refuse_unreadable
 
 # Options of a run that say how it trained, not what it computes. An evaluation has its own, from the command line.
 _OF_TRAINING = (
@@ -122,6 +125,10 @@ def _choose_sets(config: JobConfig, sets: Sequence[str]) -> None:
         name, equals, path = each.partition("=")
         if not equals or not path:
             raise UserError(f"--set {each}: must be NAME=PATH")
+        place = Path(path).expanduser()
+        with refuse_unreadable(f"--set {each}"):
+            if not place.exists():
+                raise UserError(f"--set {each}: there is no such file or folder{near_path(place)}")
         rows.append({"name": name, "dataset_path": path, **common})
     try:
         validation.sets = OPTIONS["validation.sets"].accept(rows)
@@ -129,6 +136,12 @@ def _choose_sets(config: JobConfig, sets: Sequence[str]) -> None:
         raise UserError(f"--set: {error}") from error
     validation.dataset = validation.dataset_path = validation.format = None
     validation.columns = {}
+
+
+def name_sets(message: str, sets: Sequence[str]) -> str:
+    """Return a message on an entry of validation.sets with the --set that made it in that one's place."""
+    entry = re.compile(r"validation\.sets, entry (\d+)(?:: validation\.dataset_path = '[^']*')?")
+    return entry.sub(lambda found: f"--set {sets[int(found[1]) - 1]}", message) if sets else message
 
 
 def names_a_corpus(config: JobConfig) -> bool:

@@ -54,7 +54,10 @@ def load_family(name: str) -> ModuleType:
         raise UserError(f"model.name = {name!r}: {needed}; {error}") from error
     lacking = [attribute for attribute in CONTRACT if not hasattr(family, attribute)]
     if lacking:
-        raise UserError(f"model.name = {name!r}: the module defines no {', '.join(lacking)}; see models/llama3.py")
+        optional = "; HF_KEYS = {} is enough without Hugging Face's files" if "HF_KEYS" in lacking else ""
+        raise UserError(
+            f"model.name = {name!r}: the module defines no {', '.join(lacking)}; see models/llama3.py{optional}"
+        )
     if problem := _problem_of(family):
         raise UserError(f"model.name = {name!r}: {problem}; see models/llama3.py")
     return family

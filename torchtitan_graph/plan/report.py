@@ -10,8 +10,10 @@ from torchtitan_graph.config import dump_toml
 from torchtitan_graph.device import GIB
 from torchtitan_graph.forecast import STEP
 from torchtitan_graph.parallel.layout import CP, DP_REPLICATE, EP, EP_FAR, EP_NEAR, EXPERT_FSDP, EXPERT_TP, FSDP, PP, TP
+from torchtitan_graph.plan.published import nearest_published
 from torchtitan_graph.plan.ranks import CPU
 from torchtitan_graph.plan.simulate import JobForecast
+from torchtitan_graph.rates import RATES, Rates
 
 _ROUNDING = 1e-9  # seconds
 _SPARE = 0.05  # share of the memory: a smaller rest may not suffice
@@ -155,7 +157,7 @@ def _time(plan: JobForecast) -> list[str]:
         return "" if is_measured else f"   not measured: {_RESTS_ON.get(name, _OF_A_COLLECTIVE)}"
 
     return [
-        f"a step of {microbatches} on {plan.rates.name}:",
+        f"a step of {microbatches} on {plan.rates.name}, {_board(plan.rates)}:",
         *(
             f"  {name:34}{seconds * 1e3:10.2f} ms {seconds / step.seconds:7.1%}{source(name)}"
             for name, seconds in parts.items()
@@ -164,11 +166,25 @@ def _time(plan: JobForecast) -> list[str]:
         f"  {'in all':34}{step.seconds * 1e3:10.2f} ms",
         f"  {each / job.num_ranks:.1f} tokens/s a rank, {each:.0f} in all; {plan.mfu:.1%} MFU,"
         f" {operations / 1e12:.3f} TFLOP of this rank",
+        *_published(plan),
         *(
             f"  communication over {axis}: {seconds * 1e3:.2f} ms, {step.exposed.get(axis, 0.0) * 1e3:.2f} exposed"
             for axis, seconds in step.sent.items()
         ),
     ]
+
+
+def _board(rates: Rates) -> str:
+    """Return the peaks that tell a device's boards apart, and the names of other boards of the same device."""
+    peaks = f"{rates.half / 1e12:.0f} TFLOP/s in bf16, {rates.memory / 1e12:.3g} TB/s of memory"
+    others = [name for name in RATES if name != rates.name and name.split("_")[0] == rates.name.split("_")[0]]
+    return peaks + (f" (another board: {', '.join(others)})" if others and rates.name != CPU else "")
+
+
+def _published(plan: JobForecast) -> list[str]:
+    if (found := nearest_published(plan.job.config, plan.job.num_ranks, plan.rates.name)) is None:
+        return []
+    return [f"  published by others of a run like it: {found.tokens:,.0f} tokens/s a rank ({found.name})"]
 
 
 def _stages(plan: JobForecast) -> list[str]:

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from torchtitan_graph.evaluate.__main__ import main, table
+from torchtitan_graph.evaluate.source import name_sets
 
 TEXT, QUESTION = "some text\n", '{"question": "a", "choices": ["b", "c"], "answer": 0}\n'
 
@@ -45,3 +46,20 @@ def test_what_can_not_be_evaluated_is_refused(
 
 def test_a_table_has_its_names_on_the_left_and_its_numbers_on_the_right() -> None:
     assert table(["sets", "loss"], [["a", "1.5"], ["long", "12.25"]]) == "sets   loss\na       1.5\nlong  12.25"
+
+
+def test_a_missing_set_is_refused_before_anything_is_built(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "held_out.jsonl").write_text('{"text": "a"}\n')
+    assert main([str(tmp_path), "--set", f"x={tmp_path / 'heldout.jsonl'}"]) == 2
+    said = capsys.readouterr().err
+    assert f"--set x={tmp_path / 'heldout.jsonl'}: there is no such file or folder; did you mean" in said
+    assert f"{tmp_path / 'held_out.jsonl'}?" in said
+
+
+def test_a_set_is_called_as_it_was_given() -> None:
+    sets = ["x=a.jsonl", "y=b.jsonl"]
+    given = "validation.sets, entry 2: validation.dataset_path = 'b.jsonl': holds no documents"
+    assert name_sets(given, sets) == "--set y=b.jsonl: holds no documents"
+    assert name_sets("validation.sets, entry 1: holds none", sets) == "--set x=a.jsonl: holds none"
+    assert name_sets(given, []) == given

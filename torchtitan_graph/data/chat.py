@@ -1,6 +1,7 @@
 """Conversations to tokens: rendered by a tokenizer's chat template, with the targets that the loss is computed on."""
 
 import contextlib
+import functools
 import itertools
 import re
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,7 @@ from torchtitan_graph.config.option import did_you_mean
 from torchtitan_graph.data.document import Contexts, Tokens
 from torchtitan_graph.data.tokenizer import FileTokenizer, Tokenizer
 from torchtitan_graph.data.tokenizer_json import read_ends, read_templates
-from torchtitan_graph.data.turns import Context, Turn, Unclear, context_of, difference
+from torchtitan_graph.data.turns import Context, Turn, Unclear, context_of, difference, last_special
 from torchtitan_graph.errors import UserError, listed
 from torchtitan_graph.log import logger
 from torchtitan_graph.patience import refuse_unreadable
@@ -136,9 +137,9 @@ class ChatTemplate:
         for number in reversed(chosen):
             try:
                 turn = self._turn(whole, messages, tools, number)
-                # A turn without an end of its own ends by the next turn's first token, which its own context gets.
-                longer = [context for context in found if turn.ends or len(context.text) > len(turn.text)]
-                if any(context.learn(turn) for context in longer):
+                if not turn.ends and turn.text == whole.text:
+                    found.clear()  # the next turn's first token ends it, which only a context of its own gets
+                if any(context.learn(turn) for context in found):
                     continue
                 if not split and any(context.is_target.any() for context in found):
                     how = difference(turn.text, whole.text, "in the whole conversation")
@@ -154,13 +155,17 @@ class ChatTemplate:
 
     def _remedy(self, split: bool) -> str:
         read = sorted(self._read_arguments() - set(_NAMED))
-        arguments = f" (it reads {listed(read)})" if read else ""
-        return (
-            ("" if split else "Choose training.split_turns = 'auto'; or ")
-            + f"give the template an argument in training.chat_template_kwargs that changes this{arguments}, name a"
-            " template in training.chat_template whose generation prompt is how its answers begin, or that marks them"
-            " by {% generation %}, or choose training.unclear_turns = 'skip': such a turn has no loss"
-        )
+        ways = [] if split else ["choose training.split_turns = 'auto'"]
+        if read:
+            ways.append(f"give an argument of the template in training.chat_template_kwargs (it reads {listed(read)})")
+        ways += [
+            "name a template in training.chat_template whose generation prompt is how its answers begin, or that marks"
+            " them by {% generation %}",
+            "or choose training.unclear_turns = 'skip': such a turn is not learned, and a conversation without another"
+            " is left out",
+        ]
+        advice = ", ".join(ways)
+        return advice[0].upper() + advice[1:]
 
     def _turn(self, whole: Context, messages: Sequence[dict[str, Any]], tools: list[Any] | None, number: int) -> Turn:
         """Return a turn as it would be generated; raise Unclear if that can't be known."""
@@ -170,7 +175,22 @@ class ChatTemplate:
             after = whole.text if is_last else self.render(messages[: number + 1], tools)[0]
         except UserError as error:
             raise Unclear(f"what comes before it can't be rendered alone: {error}") from error
-        return Turn.of(before, after, self._tokenizer)
+        return Turn.of(before, after, self._tokenizer, self._close)
+
+    @functools.cached_property
+    def _close(self) -> str:
+        """What the template writes behind the token that ends an answer, if that is the last message; often nothing."""
+        said = [{"role": "user", "content": "."}, {"role": "assistant", "content": "."}]
+        try:
+            text, longer = self.render(said)[0].rstrip(), self.render([*said, said[0]])[0]
+        except UserError:
+            return ""
+        end = text
+        while token := last_special(end, self._tokenizer):
+            if longer.startswith(end):
+                return text[len(end) :]
+            end = end[: -len(token)].rstrip()
+        return ""
 
     def _closing(self, turn: Turn, messages: Sequence[dict[str, Any]], tools: list[Any] | None) -> str:
         """Return the token with which the next turn begins, if it ends this one, which has no end of its own."""

@@ -34,7 +34,7 @@ class Turn(NamedTuple):
 
     prompt  what the model is given
     text    that and the answer, as the conversation up to and with it is rendered
-    ends    beginnings of the text, up to each of the special tokens that it ends in, the longest first
+    ends    where it ends by a special token: the text up to that, and up to the one before what closes a conversation
     """
 
     prompt: str
@@ -42,22 +42,30 @@ class Turn(NamedTuple):
     ends: list[str]
 
     @classmethod
-    def of(cls, prompt: str, text: str, tokenizer: FileTokenizer) -> "Turn":
-        """Return the turn between two renderings; raise Unclear if the generation prompt is not how it begins."""
-        if not text.startswith(prompt):
-            raise Unclear(f"the generation prompt is not how it begins: {difference(prompt, text, 'when answered')}")
+    def of(cls, prompt: str, text: str, tokenizer: FileTokenizer, close: str = "") -> "Turn":
+        """Return the turn between two renderings; raise Unclear if the generation prompt is not how it begins.
+
+        close: what the template writes after a turn that is the last, behind the token that ends it.
+        """
         opened = _OPEN_REASONING.search(prompt)
-        empty = _EMPTY_REASONING.match(text, opened.start() if opened else len(prompt))
-        prompt = text[: max(len(prompt), empty.end())] if empty else prompt
-        ends, end = [], text.rstrip()
-        pieces = tokenizer.special_pattern.split(end[len(prompt) :]) if tokenizer.special_tokens else [end]
-        for piece in reversed(pieces):
-            if piece in tokenizer.special_tokens:
-                ends.append(end)
-            elif piece.strip():
-                break
-            end = end[: len(end) - len(piece)]
+        begin = opened.start() if opened else len(prompt)
+        empty = _EMPTY_REASONING.match(text, begin)
+        if empty and text.startswith(prompt[:begin]):  # a block that the prompt opens may be closed at once
+            prompt = text[: max(len(prompt), empty.end())] if text.startswith(prompt) else text[: empty.end()]
+        if not text.startswith(prompt):
+            how = difference(prompt, text, "where it is answered")
+            raise Unclear(f"the generation prompt is not how it begins: {how}")
+        end = text.rstrip()
+        ends = [end] if last_special(end[len(prompt) :], tokenizer) else []
+        if ends and close and end.endswith(close):
+            ends.append(end[: -len(close)])
         return cls(prompt, text, ends)
+
+
+def last_special(text: str, tokenizer: FileTokenizer) -> str:
+    """Return the special token that a text ends in, "" if it ends in none."""
+    pieces = tokenizer.special_pattern.split(text) if tokenizer.special_tokens else []
+    return pieces[-2] if len(pieces) > 1 and not pieces[-1] else ""
 
 
 class Context:
@@ -129,9 +137,12 @@ def context_of(turn: Turn, closing: str, tokenizer: FileTokenizer) -> Context:
     if whole.learn(turn):
         return whole
     # A token of the whole is partly the prompt's, and partly the answer's: the model is given the prompt's tokens.
-    parts = Context(tokenizer, turn.prompt, turn.text[len(turn.prompt) :] + closing)
-    if parts.decoded() not in (whole.text, whole.decoded()) or not parts.learn(turn):
-        begin = turn.text[len(turn.prompt) :]
+    begin = turn.text[len(turn.prompt) :]
+    parts = Context(tokenizer, turn.prompt, begin + closing)
+    start = parts.num_tokens(turn.prompt) or 0
+    # Some tokenizers put a space before a text, so the answer by itself would be another.
+    is_same = parts.is_special(start) or parts.decoded() in (whole.text, whole.decoded())
+    if not is_same or not parts.learn(turn):
         raise Unclear(
             f"this tokenizer gives {begin!r:.{_SHOWN}} other tokens after the generation prompt than by itself"
         )

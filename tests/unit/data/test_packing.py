@@ -48,7 +48,9 @@ def expected_rows(documents, seq_len) -> list[np.ndarray]:
             same = place > 0 and row[place - 1][2] == number
             positions.append(positions[-1] + 1 if same else 0)
         tokens, labels, numbers = zip(*row, strict=True)
-        rows.append(np.array([tokens, labels, positions, [PADDING if n == PADDING else n - numbers[0] for n in numbers]]))
+        rows.append(
+            np.array([tokens, labels, positions, [PADDING if n == PADDING else n - numbers[0] for n in numbers]])
+        )
     return rows
 
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from torchtitan_graph.command import make_parser
 from torchtitan_graph.config.load import add_option
+from torchtitan_graph.data.bad_rows import Skipped
 from torchtitan_graph.data.corpus import ShuffledCorpus, document_key
 from torchtitan_graph.data.document import Contexts, Document, Tokens
 from torchtitan_graph.data.forms import RowFormat
@@ -30,7 +31,7 @@ _SECONDS_BETWEEN_LINES = 10
 # The options of [training] by which rows are read as documents.
 READ_BY = (
     "format", "columns", "loss_on", "split_turns", "unclear_turns", "chat_template", "chat_template_kwargs",
-    "chat_date", "skip_not_utf8",
+    "chat_date", "on_bad_row",
 )  # fmt: skip
 
 
@@ -41,7 +42,7 @@ class Encode:
         self.source, self.tokenizer = source, tokenizer
 
     def __call__(self, index: int) -> Encoded:
-        return document_key(self.source.identity(index)), _ids(self.source[index], self.tokenizer)
+        return document_key(self.source.identity(index)), _ids(self.source[index], self.tokenizer, self.source.is_whole)
 
 
 def _identity(document: Document) -> str:
@@ -49,11 +50,13 @@ def _identity(document: Document) -> str:
     return document if isinstance(document, str) else str(document)
 
 
-def _ids(document: Document, tokenizer: Tokenizer) -> np.ndarray | Tokens | Contexts:
+def _ids(document: Document, tokenizer: Tokenizer, is_whole: bool) -> np.ndarray | Tokens | Contexts:
     if isinstance(document, str):
         return np.array(tokenizer.encode(document), np.uint32)
     if isinstance(document, (Tokens, Contexts)):
         return document
+    if isinstance(document, Skipped):
+        return Tokens(np.empty(0, np.int64), np.empty(0, bool)) if is_whole else np.empty(0, np.uint32)
     raise UserError("the corpus is token ids already; name the one that they were made from")
 
 
@@ -102,7 +105,8 @@ def pretokenize(options: argparse.Namespace) -> None:
     else:  # a stream, which has only the split's documents
         stream, total, splits = corpus, limit, [options.split]
         found = (document for lane in range(stream.num_lanes) for _, document in stream.documents(lane, 0, 0))
-        encoded = ((document_key(_identity(document)), _ids(document, tokenizer)) for document in found)
+        whole = stream.is_whole(0)
+        encoded = ((document_key(_identity(document)), _ids(document, tokenizer, whole)) for document in found)
         documents = lambda start: itertools.islice(encoded, start, limit)  # noqa: E731
         digest = corpus.digest + (f", the first {limit}" if limit else "")
     if options.special_tokens:
@@ -136,10 +140,9 @@ def main() -> None:
     parser.add_argument("--dataset", default="stdlib", help="corpus, as training.dataset")
     parser.add_argument("--dataset_path", help="as training.dataset_path")
     parser.add_argument("--split", default="train", choices=("train", "validation"), help="where it has its own splits")
-    for name in READ_BY[:-1]:
+    for name in READ_BY:
         add_option(parser, f"training.{name}")
     parser.add_argument("--hf_assets_path", help="tokenizer, as model.hf_assets_path; not set: bytes are the tokens")
-    parser.add_argument("--skip_not_utf8", action="store_true", help="as training.skip_not_utf8")
     parser.add_argument(
         "--special_tokens", action="store_true", help="read special tokens where text spells them out; else it is text"
     )

@@ -47,7 +47,7 @@ def main() -> None:
     parser.add_argument("--dataset", default="stdlib", help="corpus, as training.dataset; its training split is used")
     parser.add_argument("--dataset_path", help="as training.dataset_path")
     add_option(parser, "training.columns")
-    parser.add_argument("--skip_not_utf8", action="store_true", help="as training.skip_not_utf8")
+    add_option(parser, "training.on_bad_row")
     parser.add_argument("--num_documents", type=int, help="stop after so many documents; needed for the hub's corpora")
     parser.add_argument("--vocab_size", type=int, default=2048, help="tokens, with 256 bytes and 2 special ones")
     parser.add_argument("--out", type=Path, required=True, help="folder to write tokenizer.json and its config into")
@@ -66,7 +66,7 @@ def main() -> None:
             options.dataset_path,
             "train",
             seed=0,
-            reading=RowFormat(format="text", columns=options.columns, skip_not_utf8=options.skip_not_utf8),
+            reading=RowFormat(format="text", columns=options.columns, on_bad_row=options.on_bad_row),
         )
         _make(options.out)
         tokenizer = train_tokenizer(itertools.islice(_texts(corpus), options.num_documents), options.vocab_size)
@@ -88,7 +88,8 @@ def _make(folder: Path) -> None:
 def _texts(corpus: Corpus) -> Iterator[str]:
     for lane in range(corpus.num_lanes):
         for _, text in corpus.documents(lane, epoch=0, start=0):
-            yield text
+            if isinstance(text, str):  # not of a bad row
+                yield text
 
 
 if __name__ == "__main__":

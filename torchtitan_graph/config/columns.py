@@ -8,10 +8,17 @@ from torchtitan_graph.config.option import did_you_mean
 # What each format reads, and the columns that are read where training.columns names no other.
 COLUMNS = {
     "text": {"text": "text"},
-    "chat": {"messages": "messages", "tools": "tools"},
-    "completion": {"prompt": "prompt", "completion": "completion"},
-    "preference": {"prompt": "prompt", "chosen": "chosen", "rejected": "rejected"},
+    "chat": {"messages": "messages", "tools": "tools", "system": "system"},
+    "completion": {"prompt": "prompt", "completion": "completion", "tools": "tools", "system": "system"},
+    "preference": {
+        "prompt": "prompt",
+        "chosen": "chosen",
+        "rejected": "rejected",
+        "tools": "tools",
+        "system": "system",
+    },
 }
+OPTIONAL = ("tools", "system")  # a row may lack them
 _PARTS = [*dict.fromkeys(part for parts in COLUMNS.values() for part in parts)]
 
 

@@ -362,8 +362,8 @@ class Training:
     )
     dataset_path: str | None = option(
         None,
-        "Files of the corpus: a text, .jsonl, .jsonl.gz or .parquet file, a folder of these and of source files at any"
-        " depth, a saved Hugging Face dataset, or token shards of scripts/pretokenize.py.",
+        "Files of the corpus: a text, .jsonl, .jsonl.gz, .csv, .tsv or .parquet file, a folder of these and of source"
+        " files at any depth, a saved Hugging Face dataset, or token shards of scripts/pretokenize.py.",
     )
     sources: list[DataSource] = option(
         [], "Corpora to mix by weight, instead of dataset and dataset_path; the weights may change when a run resumes."
@@ -377,8 +377,9 @@ class Training:
     )
     columns: dict[str, Any] = option(
         {},
-        "Columns that are read, where they have other names: text; messages and tools; prompt and completion, as in"
-        " {prompt = 'question', completion = 'answer'}; or prompt, chosen and rejected.",
+        "Columns that are read, where they have other names: text; messages; prompt and completion, as in {prompt ="
+        " 'question', completion = 'answer'}; or prompt, chosen and rejected; beside any but text, tools and system. A"
+        " dotted path names one inside others: {messages = 'data.messages'}.",
     )
     step: str | None = option(
         None,
@@ -432,8 +433,11 @@ class Training:
         "Passes over the corpus, each in another order; the run ends after them, or after steps. 0: without end.",
         minimum=0,
     )
-    skip_not_utf8: bool = option(
-        False, "Leave out text that is not UTF-8, in validation too; otherwise it is an error."
+    on_bad_row: str = option(
+        "refuse",
+        "What becomes of rows that can't be read, in validation too: not UTF-8, a broken line, an image, a wrong role,"
+        " an empty answer, ... refuse: an error; skip: they are left out, and counted by kind.",
+        choices=("refuse", "skip"),
     )
     local_batch_size: int = option(8, "Rows per rank and microbatch.", minimum=1)
     global_batch_size: int = option(

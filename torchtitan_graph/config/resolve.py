@@ -126,11 +126,12 @@ def resolve(settings: Sequence[Setting], result: Resolution) -> None:
     for key, setting in effective.items():
         if key in UNSUPPORTED:
             name = UNSUPPORTED[key]
-            if name.verdict != CHANGED and not name.is_harmless(setting.value):  # compile.enable: see _resolve_speed
+            if name.verdict != CHANGED and not name.is_harmless(setting.value):  # see the functions below
                 result.findings.append(Finding(name.verdict, setting, name.instead))
         elif _is_unsupported_value(key, setting.value):
             result.refuse(setting, UNSUPPORTED_VALUES[key, setting.value])
     _resolve_aliases(effective, result)
+    _resolve_bad_rows(effective, result)
     _resolve_speed(effective, result)
     _resolve_references(effective, result)
 
@@ -221,6 +222,21 @@ def _resolve_aliases(effective: dict[str, Setting], result: Resolution) -> None:
         config.model.attn = attn
     why = f"is now flavor = {flavor!r}" + (f" with model.attn = {config.model.attn!r}" if suffix else "")
     result.findings.append(Finding(CHANGED, effective["model.flavor"], why))
+
+
+def _resolve_bad_rows(effective: dict[str, Setting], result: Resolution) -> None:
+    """Read training.skip_not_utf8, of earlier releases."""
+    setting, name = effective.get("training.skip_not_utf8"), UNSUPPORTED["training.skip_not_utf8"]
+    if setting is None or name.is_harmless(setting.value):
+        return
+    if setting.value is not True and brief(setting.value).lower() != "'true'":
+        result.refuse(setting, "must be true or false; training.on_bad_row is its new name")
+    elif "training.on_bad_row" in effective:
+        result.findings.append(Finding(IGNORED, setting, "training.on_bad_row is set as well"))
+    else:
+        put(result.config, "training.on_bad_row", "skip")
+        result.config.sources["training.on_bad_row"] = setting.source
+        result.findings.append(Finding(CHANGED, setting, name.instead))
 
 
 def _resolve_speed(effective: dict[str, Setting], result: Resolution) -> None:

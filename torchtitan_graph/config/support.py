@@ -96,6 +96,7 @@ UNSUPPORTED = {
     "training.loss_implementation": _ignore("auto", "the loss is one operator, on every device"),
     "training.mixed_precision_reduce": _refuse("float32", "gradients are reduced in float32; remove it"),
     **{f"{table}.dataloader.{name}": gone for table in ("training", "validation") for name, gone in _WORKERS.items()},
+    "training.skip_not_utf8": Unsupported(CHANGED, "is read as training.on_bad_row = skip", (False,)),
     "training.repeat": _refuse(True, "set training.epochs = 1 in its place"),
     "training.gc_debug": _ignore(False, "collections are not examined"),
     "parallelism.enable_compiled_autograd": _gone("backward is part of the graph"),

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from torchtitan_graph.config.option import did_you_mean
+from torchtitan_graph.data.bad_rows import BadRow
 from torchtitan_graph.data.document import Contexts, Tokens
 from torchtitan_graph.data.tokenizer import FileTokenizer, Tokenizer
 from torchtitan_graph.data.tokenizer_json import read_ends, read_templates
@@ -281,9 +282,13 @@ class ChatTemplate:
         except UserError:
             raise
         except Exception as error:  # of Jinja, or of the code in the template
-            raise UserError(f"the chat template refuses it: {type(error).__name__}: {error}") from error
+            raise BadRow("refused", f"the chat template refuses it: {type(error).__name__}: {error}") from error
         # Half a surrogate pair, which JSON can contain and no encoding of text can, becomes one other character.
         return _HALF_PAIR.sub("\ufffd", text), [Span(*span) for span in spans]
+
+    def reads(self, key: str) -> bool:
+        """Return whether a template names a key of messages."""
+        return any(key in template for template in self.templates.values())
 
     def _strftime(self, form: str) -> str:
         if self._date is None:

@@ -4,6 +4,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from torchtitan_graph.data.bad_rows import Skipped
+
 
 class Tokens(NamedTuple):
     """A document as it is packed: nothing is added at its ends.
@@ -31,5 +33,5 @@ class Contexts(NamedTuple):
 
 
 # A text; or its token ids, without bos and eos, which packing adds; or all its tokens; or those of a pair, or of the
-# contexts of a conversation.
-Document = str | np.ndarray | Tokens | Pair | Contexts
+# contexts of a conversation; or what stands for a bad row that is left out.
+Document = str | np.ndarray | Tokens | Pair | Contexts | Skipped

@@ -1,13 +1,21 @@
 """Files of a corpus: of any size, regular, and unchanged since the run opened them."""
 
+import gzip
 import os
+import shutil
 import stat
+import tempfile
+import weakref
+import zlib
 from pathlib import Path
 from typing import BinaryIO
 
+from torchtitan_graph.data.bad_rows import BadRow
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.patience import refuse_unreadable
 from torchtitan_graph.small_files import ANY_SIZE, open_small
+
+_UTF8_HINT = "Convert text of another encoding to UTF-8"
 
 
 def open_data(path: Path) -> BinaryIO:
@@ -52,3 +60,37 @@ class DataFile:
         else:
             return
         raise UserError(f"{self.path}: {what}. A corpus must not change during a run: put it back, or begin a new run")
+
+
+def unpacked(file: Path, owner: object) -> DataFile:
+    """Return a gzip file's content as a temporary file, which is deleted with its owner."""
+    path = _unpack(file)
+    weakref.finalize(owner, _remove, path, os.getpid())
+    return DataFile(path)
+
+
+def _unpack(file: Path) -> Path:
+    handle, name = tempfile.mkstemp(prefix=f"{file.name[:100]}-")
+    try:
+        with gzip.open(file) as packed, open(handle, "wb") as whole:
+            shutil.copyfileobj(packed, whole, 2**20)
+    except (OSError, EOFError, zlib.error) as error:  # a full disk is an OSError, a file cut short an EOFError
+        os.unlink(name)
+        raise UserError(f"{file}: could not be unpacked into {tempfile.gettempdir()}: {error}") from error
+    return Path(name)
+
+
+def _remove(file: Path, owner: int) -> None:
+    if os.getpid() == owner:  # a forked worker's copy of the source is deleted first
+        file.unlink(missing_ok=True)
+
+
+def decode(content: bytes, where: str, first_byte: int = 0) -> str:
+    """Return UTF-8 as text; raise BadRow with the first byte that is not."""
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        line_ends = content.count(b"\n", 0, error.start)
+        line = f", in line {line_ends + 1}" if first_byte == 0 else ""
+        what = f"not UTF-8 at byte {first_byte + error.start}{line}: {error.reason}"
+        raise BadRow("not_utf8", f"{where}: {what}. {_UTF8_HINT}") from error

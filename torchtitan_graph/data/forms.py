@@ -2,22 +2,26 @@
 
 import dataclasses
 import functools
-import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from torchtitan_graph.config import job
-from torchtitan_graph.config.columns import COLUMNS
+from torchtitan_graph.config.columns import COLUMNS, OPTIONAL
 from torchtitan_graph.config.option import did_you_mean
+from torchtitan_graph.data.bad_rows import BadRow, BadRows
 from torchtitan_graph.data.chat import ChatTemplate
+from torchtitan_graph.data.columns import find_column, paths_of, value_of
 from torchtitan_graph.data.document import Contexts, Document, Pair, Tokens
-from torchtitan_graph.data.messages import messages_of
+from torchtitan_graph.data.messages import LEARNED, messages_of, parse_list, tools_of, with_system
 from torchtitan_graph.data.tokenizer import Tokenizer
-from torchtitan_graph.errors import UserError
+from torchtitan_graph.errors import UserError, listed
+from torchtitan_graph.log import logger
 
 _OLDER = "conversations"
+_LOOKED_AT = 1000  # rows, for one that tells the columns
+_READ = ("role", "content", "tool_calls", LEARNED)  # keys of messages; of tool_calls there is a warning of its own
 _KINDS = {list: "a list", dict: "an object", int: "a number", float: "a number", bool: "a truth value"}
 
 
@@ -38,7 +42,7 @@ class RowFormat:
     chat_date: str | None = None
     chat_template_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     split_turns: str = "auto"
-    skip_not_utf8: bool = False
+    on_bad_row: str = "refuse"
     table: str = "training"
 
     @classmethod
@@ -54,7 +58,7 @@ class RowFormat:
             training.chat_date,
             training.chat_template_kwargs,
             training.split_turns,
-            training.skip_not_utf8,
+            training.on_bad_row,
         )
 
     def of_source(self, source: job.DataSource) -> "RowFormat":
@@ -88,65 +92,126 @@ class RowFormat:
         """How turns of conversations are learned, for digests."""
         return f"{self.loss_on} {self.unclear_turns} {self.split_turns}"
 
-    def conversation(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> Tokens | Contexts:
-        """Return a conversation as tokens; raise UserError if it can't be rendered, or a turn is unclear."""
-        skip, split = self.unclear_turns == "skip", self.split_turns == "auto"
-        return self.template.tokens(messages, tools, self.loss_on, skip, split)
+    def bad_rows(self, place: str) -> BadRows:
+        """Return what becomes of the bad rows of a file or folder."""
+        return BadRows(place, self.on_bad_row)
 
-    def form(self, columns: Collection[str], place: str) -> "Form":
+    def refuse_for_text(self, place: str, what: str) -> None:
+        """Raise UserError if a format or columns are named for a corpus that has no rows."""
+        for name, value in (("columns", dict(self.columns)), ("format", self.format)):
+            if value and value != "text":
+                raise UserError(
+                    f"{self.option(name)} = {value!r}: {place} {what}, without rows that have columns. Name JSON lines,"
+                    f" a table (.csv, .tsv, .parquet) or a saved dataset, or set {self.option('format')} = 'text' and"
+                    " no columns for it"
+                )
+
+    def conversation(self, messages: list[dict[str, Any]], tools: list[Any] | None, where: str) -> Tokens | Contexts:
+        """Return a conversation as tokens; raise UserError with `where` if it can't be rendered, or a turn is
+        unclear."""
+        self._name_unread_keys(messages, where)
+        skip, split = self.unclear_turns == "skip", self.split_turns == "auto"
+        try:
+            return self.template.tokens(messages, tools, self.loss_on, skip, split)
+        except BadRow as error:
+            raise error.at(where) from error
+        except UserError as error:
+            raise UserError(f"{where}: {error}") from error
+
+    def form(self, columns: Mapping[str, Any] | Collection[str], place: str) -> "Form":
         """Return how rows with these columns are read; the columns tell, where neither format nor columns are set.
+
+        columns: their names; or a row, which also tells what is inside them.
 
         Raises UserError if they don't tell, or lack one that is needed.
         """
-        kind = self._kind(columns, place)
+        row = columns if isinstance(columns, Mapping) else dict.fromkeys(columns)
+        kind = self._kind(row, place)
         if kind != "text" and self.tokenizer is None:
             raise UserError(
                 f"{place}: holds conversations or completions; this reads text only: name the column of one"
             )
         names = {**COLUMNS[kind], **self.columns}
-        if kind == "chat" and "messages" not in self.columns and "messages" not in columns and _OLDER in columns:
+        if kind == "chat" and "messages" not in self.columns and "messages" not in row and _OLDER in row:
             names["messages"] = _OLDER
-        for part, name in names.items():
-            is_needed = part != "tools" and (kind, part) != ("preference", "prompt") or part in self.columns
-            if is_needed and name not in columns:
-                there = _shortened(sorted(columns))
-                if kind == "text" and not self.columns:
-                    raise UserError(
-                        f"{place}: no text under the key 'text'; there is {there}. Text, messages, conversations, or"
-                        " prompt and completion are found by themselves; name another column in"
-                        f" {self.option('columns')}, such as {{text = 'content'}}, or {{prompt = 'question', completion"
-                        " = 'answer'}"
-                    )
-                hint = did_you_mean(name, columns, f"; there is {there}")
-                raise UserError(f"{place}: {self.option('columns')}: {part} = {name!r} is no column of it{hint}")
+        for part in _needed(kind) | self.columns.keys():
+            self._check_column(row, part, names[part], kind, place)
         if kind == "text":
-            return Text(names["text"], self.option("columns"))
-        if kind == "chat":
-            return Conversation(self, names["messages"], names["tools"] if names["tools"] in columns else None)
-        if kind == "preference":
-            prompt = names["prompt"] if names["prompt"] in columns else None
-            return Preference(self, prompt, names["chosen"], names["rejected"])
-        return Completion(self, names["prompt"], names["completion"])
+            form: Form = Text(names["text"], self.option("columns"))
+        elif kind == "chat":
+            form = Conversation(self, names["messages"], names["tools"], names["system"])
+        elif kind == "completion":
+            form = Completion(self, names["prompt"], names["completion"], names["tools"], names["system"])
+        else:
+            prompt = names["prompt"] if find_column(row, names["prompt"]) else None
+            form = Preference(self, prompt, names["chosen"], names["rejected"], names["tools"], names["system"])
+        self.name_unread_columns(row, form, place)
+        return form
 
-    def _kind(self, columns: Collection[str], place: str) -> str:
+    def _check_column(self, row: Mapping[str, Any], part: str, name: str, kind: str, place: str) -> None:
+        """Raise UserError if a row lacks a column that is needed, or named by an option."""
+        if find_column(row, name):
+            return
+        paths = paths_of(row)
+        there = _shortened(paths)
+        if not self.columns and kind == "text":
+            raise UserError(
+                f"{place}: no text under the key 'text'; there is {there}. Text, messages, conversations, or prompt and"
+                f" completion are found by themselves; name another column in {self.option('columns')}, such as {{text"
+                " = 'content'}, or {prompt = 'question', completion = 'answer'}"
+            )
+        hint = did_you_mean(name, paths, f"; there is {there}")
+        option = self.option("columns") if part in self.columns else f"{self.option('format')} = {self.format!r}"
+        if part not in self.columns and self.format is None:
+            option = self.option("columns")
+        more = "" if part in self.columns else f". Name the one that holds it in {self.option('columns')}"
+        raise UserError(f"{place}: {option}: {part} = {name!r} is no column of it{hint}{more}")
+
+    def _kind(self, row: Mapping[str, Any], place: str) -> str:
         if self.format is not None:
             return self.format
         if self.columns:
-            kind = next(kind for kind, parts in COLUMNS.items() if self.columns.keys() <= parts.keys())
-            return self._unless_preference(kind, place)
+            fitting = [kind for kind, parts in COLUMNS.items() if self.columns.keys() <= parts.keys()]
+            there = [kind for kind in fitting if self._has_needed(row, kind)]
+            return self._unless_preference((there or fitting)[0], place)
         told = {
-            "text": "text" in columns,
-            "chat": "messages" in columns or _OLDER in columns,
-            "completion": "prompt" in columns and "completion" in columns,
-            "preference": "chosen" in columns and "rejected" in columns,
+            "text": "text" in row,
+            "chat": "messages" in row or _OLDER in row,
+            "completion": "prompt" in row and "completion" in row,
+            "preference": "chosen" in row and "rejected" in row,
         }
         found = [kind for kind, is_there in told.items() if is_there]
         if len(found) > 1:
             raise UserError(
-                f"{place}: its columns {_shortened(sorted(columns))} can be read as {' or '.join(found)}: choose by"
+                f"{place}: its columns {_shortened(sorted(row))} can be read as {' or '.join(found)}: choose by"
                 f" {self.option('format')}"
             )
         return self._unless_preference(found[0] if found else "text", place)
+
+    def _has_needed(self, row: Mapping[str, Any], kind: str) -> bool:
+        names = {**COLUMNS[kind], **self.columns}
+        older = kind == "chat" and "messages" not in self.columns and _OLDER in row
+        return older or all(find_column(row, names[part]) for part in _needed(kind))
+
+    def name_unread_columns(self, row: Collection[str], form: "Form", where: str) -> None:
+        """Log the keys of a row that nothing reads, each once."""
+        unread = [key for key in row if key not in form.keys and key not in self._named]
+        self._named.update(unread)
+        if unread:
+            log = logger.info if isinstance(form, Text) else logger.warning
+            log(f"{where}: nothing reads its {_keys(unread)}")
+
+    def _name_unread_keys(self, messages: list[dict[str, Any]], where: str) -> None:
+        """Log the keys of messages that the chat template doesn't read, each once."""
+        keys = {key for message in messages for key in message if key not in _READ}
+        unread = sorted(key for key in keys if ("message", key) not in self._named and not self.template.reads(key))
+        self._named.update(("message", key) for key in unread)
+        if unread:
+            logger.warning(f"{where}: the chat template does not read the {_keys(unread)} of its messages")
+
+    @functools.cached_property
+    def _named(self) -> set[Any]:
+        return set()
 
     def _unless_preference(self, kind: str, place: str) -> str:
         if kind == "preference":
@@ -158,8 +223,31 @@ class RowFormat:
         return kind
 
 
+def _needed(kind: str) -> set[str]:
+    """Return what rows of a format must have."""
+    return {part for part in COLUMNS[kind] if part not in OPTIONAL and (kind, part) != ("preference", "prompt")}
+
+
+def _keys(names: list[str]) -> str:
+    return f"key{'s' if len(names) > 1 else ''} {listed([*map(repr, names)], most=20)}"
+
+
+class _Form:
+    """Base of the forms of rows; `columns` are those that a form reads, absent ones among them."""
+
+    @property
+    def columns(self) -> list[str]:
+        raise NotImplementedError
+
+    @functools.cached_property
+    def keys(self) -> frozenset[str]:
+        """The keys of a row in which the columns may be: each name, and the parts of it before a dot."""
+        parts = [(name, name.split(".")) for name in self.columns]
+        return frozenset(".".join(split[:n]) for _, split in parts for n in range(1, len(split) + 1))
+
+
 @dataclasses.dataclass(frozen=True)
-class Text:
+class Text(_Form):
     """A column of text: whole, it is one document, packed wherever rows end."""
 
     column: str
@@ -175,22 +263,24 @@ class Text:
         return self.column
 
     def document(self, row: Mapping[str, Any], where: str) -> Document:
-        """Return a row's text; raise UserError if it has none."""
+        """Return a row's text; raise BadRow if it has none."""
         return _text(row, self.column, where, self.option)
 
 
 @dataclasses.dataclass(frozen=True)
-class Conversation:
-    """A column of messages, and perhaps one of the tools that they may call: packed as a whole."""
+class Conversation(_Form):
+    """A column of messages, and perhaps one of the tools that they may call, or of a system prompt before them: packed
+    as a whole."""
 
     reading: RowFormat
     messages: str
-    tools: str | None
+    tools: str = "tools"
+    system: str = "system"
     is_whole = True
 
     @property
     def columns(self) -> list[str]:
-        return [self.messages, *([self.tools] if self.tools else [])]
+        return [self.messages, self.tools, self.system]
 
     @property
     def digest(self) -> str:
@@ -198,19 +288,18 @@ class Conversation:
         return f"{self.columns} {reading.of_turns} {reading.template.digest}"
 
     def document(self, row: Mapping[str, Any], where: str) -> Document:
-        """Return a row's conversation as tokens; raise UserError with `where` if it can't be rendered."""
-        if self.messages not in row:
-            raise UserError(f"{where}: no messages under the key {self.messages!r}; there is {_shortened(sorted(row))}")
-        messages = messages_of(row[self.messages], where)
-        tools = _tools(row.get(self.tools), where) if self.tools else None
-        try:
-            return self.reading.conversation(messages, tools)
-        except UserError as error:
-            raise UserError(f"{where}: {error}") from error
+        """Return a row's conversation as tokens; raise BadRow with `where` if it has none or can't be rendered,
+        UserError if a turn is unclear."""
+        if not find_column(row, self.messages):
+            there = _shortened(paths_of(row))
+            raise BadRow("no_value", f"{where}: no messages under the key {self.messages!r}; there is {there}")
+        messages = messages_of(value_of(row, self.messages), where)
+        messages = with_system(messages, value_of(row, self.system), where)
+        return self.reading.conversation(messages, tools_of(value_of(row, self.tools), where), where)
 
 
 @dataclasses.dataclass(frozen=True)
-class Completion:
+class Completion(_Form):
     """Two columns, a prompt and its completion, as texts or as messages: packed as a whole, the loss on the completion.
 
     Texts are tokenised each by itself, so that a prompt alone has the same tokens.
@@ -219,22 +308,35 @@ class Completion:
     reading: RowFormat
     prompt: str
     completion: str
+    tools: str = "tools"
+    system: str = "system"
     is_whole = True
 
     @property
     def columns(self) -> list[str]:
-        return [self.prompt, self.completion]
+        return [self.prompt, self.completion, self.tools, self.system]
 
     @property
     def digest(self) -> str:
         return f"{self.columns} {self.reading.of_turns} {sorted(self.reading.chat_template_kwargs.items())}"
 
     def document(self, row: Mapping[str, Any], where: str) -> Document:
-        """Return a row as tokens; raise UserError with `where` if it has no such texts or messages."""
-        prompt, completion, tokenizer = row.get(self.prompt), row.get(self.completion), self.reading.tokenizer
+        """Return a row as tokens; raise BadRow with `where` if it has no such texts or messages, UserError if a turn is
+        unclear."""
+        prompt, completion = value_of(row, self.prompt), value_of(row, self.completion)
+        tokenizer = self.reading.tokenizer
         if isinstance(prompt, list) and isinstance(completion, list):
-            return self._conversation(prompt, completion, where)
-        texts = [_text(row, name, where, self.reading.option("columns")) for name in self.columns]
+            return self._conversation(prompt, completion, row, where)
+        texts = [_text(row, name, where, self.reading.option("columns")) for name in (self.prompt, self.completion)]
+        for name in (self.tools, self.system):
+            if value_of(row, name):
+                raise BadRow(
+                    "no_value",
+                    f"{where}: has {name!r} beside a prompt that is text, which no chat template renders: write prompt"
+                    " and completion as lists of messages, or leave it out",
+                )
+        if not texts[1]:
+            raise BadRow("no_answer", f"{where}: {self.completion} is empty: it would teach the model to end at once")
         assert tokenizer is not None, "documents are read where there is a tokenizer"
         first, second = (tokenizer.encode(text) for text in texts)
         begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
@@ -244,18 +346,19 @@ class Completion:
             is_target[: len(begin) + len(first)] = False
         return Tokens(ids, is_target)
 
-    def _conversation(self, prompt: list[Any], completion: list[Any], where: str) -> Tokens | Contexts:
-        before, after = messages_of(prompt, f"{where}, prompt"), messages_of(completion, f"{where}, completion")
+    def _conversation(
+        self, prompt: list[Any], completion: list[Any], row: Mapping[str, Any], where: str
+    ) -> Tokens | Contexts:
+        before = with_system(messages_of(prompt, f"{where}, prompt", ()), value_of(row, self.system), where)
+        after = messages_of(completion, f"{where}, completion")
         if self.reading.loss_on != "all":  # of the turns only those of the completion
-            before = [{**message, "learned": False} for message in before]
-        try:
-            return self.reading.conversation([*before, *after], None)
-        except UserError as error:
-            raise UserError(f"{where}: {error}") from error
+            before = [{**message, LEARNED: False} for message in before]
+        tools = tools_of(value_of(row, self.tools), where)
+        return self.reading.conversation([*before, *after], tools, where)
 
 
 @dataclasses.dataclass(frozen=True)
-class Preference:
+class Preference(_Form):
     """A chosen and a rejected answer to a prompt: packed as a whole, as two documents, the loss on the answers.
 
     All are texts, or all are messages. Without a column of prompts, both answers are whole conversations, and the
@@ -266,49 +369,66 @@ class Preference:
     prompt: str | None
     chosen: str
     rejected: str
+    tools: str = "tools"
+    system: str = "system"
     is_whole = True
 
     @property
     def columns(self) -> list[str]:
-        return [*([self.prompt] if self.prompt else []), self.chosen, self.rejected]
+        return [*([self.prompt] if self.prompt else []), self.chosen, self.rejected, self.tools, self.system]
 
     @property
     def digest(self) -> str:
         return f"{self.columns} preference {sorted(self.reading.chat_template_kwargs.items())}"
 
     def document(self, row: Mapping[str, Any], where: str) -> Document:
-        """Return a row as a pair; raise UserError if it has no such texts or messages, or the answers are equal."""
-        chosen, rejected = row.get(self.chosen), row.get(self.rejected)
-        if chosen == rejected:
-            raise UserError(f"{where}: {self.chosen} and {self.rejected} are equal, so there is no preference")
-        prompt = self.prompt
-        if prompt is None:
-            prompt = "prompt"
-            if not isinstance(chosen, list) or not isinstance(rejected, list):
-                raise UserError(
-                    f"{where}: without a prompt, {self.chosen} and {self.rejected} must be conversations, lists of"
-                    " messages that begin alike; name the column of prompts in training.columns"
-                )
-            common = [*_common(chosen, rejected)]
-            if not 0 < len(common) < min(len(chosen), len(rejected)):
-                raise UserError(
-                    f"{where}: {self.chosen} and {self.rejected} must begin with the same messages, and each go on"
-                    " with an answer of its own"
-                )
-            row = {
-                prompt: common,
-                self.chosen: chosen[len(common) :],
-                self.rejected: rejected[len(common) :],
-            }
-        elif len({isinstance(row.get(name), list) for name in self.columns}) > 1:
-            raise UserError(f"{where}: {', '.join(self.columns)} must all be texts, or all be lists of messages")
-        found = [Completion(self.reading, prompt, name).document(row, where) for name in (self.chosen, self.rejected)]
+        """Return a row as a pair; raise BadRow if it has no such texts or messages, or the answers are equal."""
+        prompt, *answers = (value_of(row, name) for name in (self.prompt, self.chosen, self.rejected))
+        if answers[0] == answers[1]:
+            raise BadRow(
+                "no_preference", f"{where}: {self.chosen} and {self.rejected} are equal, so there is no preference"
+            )
+        if self.prompt is None:
+            prompt, answers = self._split(answers, where)
+        elif len({isinstance(value, list) for value in (prompt, *answers)}) > 1:
+            named = ", ".join((self.prompt, self.chosen, self.rejected))
+            raise BadRow("no_value", f"{where}: {named} must all be texts, or all be lists of messages")
+        name = self.prompt or "prompt"
+        rest = row
+        if self.prompt is None:
+            rest = {**row, name: prompt, **dict(zip((self.chosen, self.rejected), answers, strict=True))}
+        found = [
+            Completion(self.reading, name, column, self.tools, self.system).document(rest, where)
+            for column in (self.chosen, self.rejected)
+        ]
         if any(isinstance(each, Contexts) for each in found):
             raise UserError(
                 f"{where}: an answer has several turns of the assistant, which the chat template renders in another way"
                 " when more follows, and an answer of a pair is one context: shorten the answers to one turn"
             )
         return Pair(*found)  # type: ignore[arg-type]
+
+    def _split(self, answers: list[Any], where: str) -> tuple[list[Any], list[list[Any]]]:
+        """Return the messages with which two conversations begin, and how each goes on."""
+        names = (self.chosen, self.rejected)
+        both = [
+            parse_list(answer, where, name) if isinstance(answer, str) and answer.lstrip().startswith("[") else answer
+            for answer, name in zip(answers, names, strict=True)
+        ]
+        if not all(isinstance(answer, list) for answer in both):
+            raise BadRow(
+                "no_value",
+                f"{where}: without a prompt, {self.chosen} and {self.rejected} must be conversations, lists of messages"
+                " that begin alike; name the column of prompts in training.columns",
+            )
+        common = [*_common(*both)]
+        if not 0 < len(common) < min(map(len, both)):
+            raise BadRow(
+                "no_preference",
+                f"{where}: {self.chosen} and {self.rejected} must begin with the same messages, and each go on with an"
+                " answer of its own",
+            )
+        return common, [answer[len(common) :] for answer in both]
 
 
 def _common(one: list[Any], other: list[Any]) -> Iterator[Any]:
@@ -321,29 +441,36 @@ def _common(one: list[Any], other: list[Any]) -> Iterator[Any]:
 Form = Text | Conversation | Completion | Preference
 
 
+def form_of(reading: RowFormat, row: Callable[[int], Mapping[str, Any]], number: int, place: str) -> Form:
+    """Return how the rows of a file are read: the columns of the first tell, of bad ones that are left out the first
+    that has some. A file without any row that can be read is one of text."""
+    bad: UserError | None = None
+    for index in range(min(number, _LOOKED_AT)):
+        try:
+            return reading.form(row(index), place)
+        except BadRow:  # refused, or left out, with all others
+            continue
+        except UserError as error:
+            if reading.on_bad_row != "skip":
+                raise
+            bad = bad or error
+    if number > _LOOKED_AT and reading.on_bad_row == "skip":
+        bad = bad or UserError(f"{place}: none of its first {_LOOKED_AT:,} rows can be read")
+    if bad is not None:
+        raise bad
+    return Text("text", reading.option("columns"))
+
+
 def _text(row: Mapping[str, Any], column: str, where: str, option: str) -> str:
-    text = row.get(column)
+    text = value_of(row, column)
     if not isinstance(text, str):
-        if column in row:
+        if find_column(row, column):
             found = f"the value of the key {column!r} is not text, but {_KINDS.get(type(text), 'null')}"
         else:
-            found = f"no text under the key {column!r}; there is {_shortened(sorted(row))}"
-        raise UserError(f"{where}: {found}. Name the column that holds the text in {option}")
+            found = f"no text under the key {column!r}; there is {_shortened(paths_of(row))}"
+        raise BadRow("no_value", f"{where}: {found}. Name the column that holds the text in {option}")
     # JSON can contain half a surrogate pair, which no encoding of text can.
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-
-
-def _tools(tools: Any, where: str) -> list[Any] | None:
-    if isinstance(tools, str) and tools:
-        try:
-            tools = json.loads(tools)
-        except ValueError as error:
-            raise UserError(f"{where}: tools is text, and no JSON: {error}") from error
-    if not tools:
-        return None
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise UserError(f"{where}: tools must be a list of objects, each the JSON schema of a tool")
-    return tools
 
 
 def _shortened(names: list[str]) -> str:

@@ -3,9 +3,11 @@
 import importlib
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torchtitan_graph.data.columns import find_column, value_of, without_nulls
 from torchtitan_graph.data.corpus import Corpus, ShuffledCorpus, in_split, num_lanes, option_of, shuffled
 from torchtitan_graph.data.document import Document
 from torchtitan_graph.data.files import DataFile
@@ -19,18 +21,28 @@ _SHUFFLED_TOGETHER = 256  # documents of a stream; every lane that a process rea
 
 
 class Rows:
-    """A document per row of a map-style dataset, which `datasets` memory-maps from Arrow files."""
+    """A document per row of a map-style dataset, which `datasets` memory-maps from Arrow files.
+
+    Keys of objects that are null are left out: a table has one schema for all its rows.
+    """
 
     def __init__(self, rows: Any, reading: RowFormat, name: str, digest: str) -> None:
-        self.form: Form = reading.form(rows.column_names, name)
-        self._rows, self._name = rows.select_columns(self.form.columns), name
+        columns = {key: _columns_inside(feature) for key, feature in rows.features.items()}
+        self.form: Form = reading.form(columns, name)
+        found = (find_column(columns, column) for column in self.form.columns)
+        self._rows = rows.select_columns([*dict.fromkeys(keys[0] for keys in found if keys)])
+        self._name, self._bad_rows = name, reading.bad_rows(name)
         self.digest, self.is_whole = digest + self.form.digest, self.form.is_whole
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> Document:
-        return self.form.document(self._rows[index], f"{self._name}, row {index + 1}")
+        return self._bad_rows.read(self._read, index)
+
+    def _read(self, index: int) -> Document:
+        row = {column: without_nulls(value) for column, value in self._rows[index].items()}
+        return self.form.document(row, f"{self._name}, row {index + 1}")
 
     def identity(self, index: int) -> str:
         return f"{Path(self._name).name}:{index}"
@@ -44,7 +56,9 @@ class StreamedCorpus:
 
     def __init__(self, stream: Any, reading: RowFormat, name: str, split: str, seed: int) -> None:
         first = next(iter(stream.iter(batch_size=1)), None)  # not `take`: a lane's stream is sharded after it
-        self.form: Form = reading.form(first or ["text"], name)
+        row = {column: values[0] for column, values in (first or {"text": [None]}).items()}
+        self.form: Form = reading.form(row, name)
+        self._bad_rows = reading.bad_rows(name)
         self._stream, self._name = stream, name
         self._split, self._seed = split, seed
         self.num_lanes = num_lanes(stream.num_shards)
@@ -59,19 +73,29 @@ class StreamedCorpus:
         stream = self._stream.shard(self.num_lanes, lane).skip(first)
         # Not `for row in stream`: in a worker process that would yield another shard for each worker.
         for block in stream.iter(batch_size=_SHUFFLED_TOGETHER):
-            rows = [dict(zip(block, row, strict=True)) for row in zip(*block.values(), strict=True)]
+            rows = [dict(zip(block, map(without_nulls, row), strict=True)) for row in zip(*block.values(), strict=True)]
             for place in range(max(0, start - first), len(rows)):
                 row = rows[shuffled(place, len(rows), (self._seed, epoch))]
                 # The place in the stream would identify documents too, but the content keeps copies in one split.
                 if in_split(self._split, self._identity(row)):
-                    yield first + place, self.form.document(row, self._name)
+                    yield first + place, self._bad_rows.read(partial(self._read, row), place)
             first += len(rows)
 
+    def _read(self, row: dict[str, Any], index: int) -> Document:
+        return self.form.document(row, self._name)
+
     def _identity(self, row: dict[str, Any]) -> str:
-        content = [row.get(column) for column in self.form.columns]
+        columns = [column for column in self.form.columns if find_column(row, column)]
+        content = [value_of(row, column) for column in columns]
         if len(content) == 1 and isinstance(content[0], str):
             return content[0]
         return json.dumps(content, default=str)
+
+
+def _columns_inside(feature: Any) -> Any:
+    """Return what a column of objects has inside, None for any other."""
+    inner = feature if isinstance(feature, dict) else {}
+    return {key: _columns_inside(each) for key, each in inner.items()} or None
 
 
 def open_parquet(file: Path, reading: RowFormat) -> Source:

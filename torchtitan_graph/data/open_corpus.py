@@ -15,11 +15,14 @@ from torchtitan_graph.data.corpus import Corpus, ShuffledCorpus, option_of
 from torchtitan_graph.data.describe import log_corpus
 from torchtitan_graph.data.forms import RowFormat
 from torchtitan_graph.data.hugging_face import is_saved_dataset, open_hub, open_parquet, open_saved
+from torchtitan_graph.data.lines import JsonLines
 from torchtitan_graph.data.mixture import Mixture
 from torchtitan_graph.data.own import OwnSource, is_own
 from torchtitan_graph.data.shards import Shards, is_shards
-from torchtitan_graph.data.sources import Chain, JsonLines, Source, TextFiles, TextPieces
+from torchtitan_graph.data.sources import Chain, Source
 from torchtitan_graph.data.special_tokens import warn_of_special_tokens
+from torchtitan_graph.data.tables import TABLE_SUFFIXES, Table, is_table
+from torchtitan_graph.data.texts import TextFiles, TextPieces
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
 from torchtitan_graph.patience import refuse_unreadable
@@ -28,7 +31,7 @@ TEXT = RowFormat()  # rows with a column of text, for tools without a tokenizer
 _NAMES = ("stdlib", "c4", "c4_validation", "c4_test")
 # fmt: off
 TEXT_SUFFIXES = {
-    ".txt", ".text", ".md", ".rst", ".tex", ".org", ".html", ".htm", ".xml", ".csv", ".py", ".pyi", ".c", ".h", ".cc",
+    ".txt", ".text", ".md", ".rst", ".tex", ".org", ".html", ".htm", ".xml", ".py", ".pyi", ".c", ".h", ".cc",
     ".cpp", ".cxx", ".hpp", ".cu", ".cuh", ".java", ".kt", ".scala", ".js", ".jsx", ".ts", ".tsx", ".go", ".rs", ".rb",
     ".php", ".swift", ".m", ".cs", ".r", ".jl", ".lua", ".pl", ".sh", ".sql", ".hs", ".ml", ".clj", ".ex", ".erl",
 }
@@ -120,6 +123,7 @@ def open_corpus(dataset: str, dataset_path: str | None, split: str, seed: int, r
     if dataset in ("stdlib", "c4_test"):
         if dataset == "c4_test":
             logger.info("%s = 'c4_test': the embedded corpus `stdlib` takes its place", option)
+        reading.refuse_for_text(f"{option} = {dataset!r}", "is text")
         return ShuffledCorpus(_open_stdlib(), split, seed)
     _check_name(dataset, split)
     name = "allenai/c4:en" if dataset in ("c4", "c4_validation") else dataset
@@ -183,6 +187,7 @@ def _check_name(dataset: str, split: str) -> None:
 
 def _open_shards(path: Path, split: str, seed: int, reading: RowFormat) -> Corpus:
     shards = Shards(path, reading.tokenizer)
+    reading.refuse_for_text(str(path), "holds token ids")
     if split == "all" or split in shards.splits:
         return ShuffledCorpus(shards, split if len(shards.splits) > 1 else "all", seed)
     raise UserError(
@@ -209,16 +214,17 @@ def _open_stdlib() -> Source:
 
 
 def _open_path(path: Path, reading: RowFormat) -> Source:
-    """Open one text, JSON lines or Parquet file, or all of these in a folder, at any depth, by name."""
+    """Open one text, JSON lines, table or Parquet file, or all of these in a folder, at any depth, by name."""
     if path.is_dir():
         return _open_folder(path, reading)
     if path.name.endswith((*JSON_SUFFIXES, ".json")):
         return JsonLines(path, reading)
     if path.suffix == ".parquet":
         return open_parquet(path, reading)
-    if path.suffix.lower() in (".csv", ".tsv"):
-        logger.warning(f"{path}: is read as text, not as a table; for its columns convert it to JSON lines or Parquet")
-    return TextPieces(path, reading.skip_not_utf8)
+    if is_table(path):
+        return Table(path, reading)
+    reading.refuse_for_text(str(path), "is a file of text")
+    return TextPieces(path, reading.on_bad_row)
 
 
 def _open_folder(root: Path, reading: RowFormat) -> Source:
@@ -228,14 +234,17 @@ def _open_folder(root: Path, reading: RowFormat) -> Source:
         files += [Path(folder, name) for name in names if not name.startswith(".")]
     files.sort()
     texts = [file for file in files if file.suffix.lower() in TEXT_SUFFIXES and file.stat().st_size]
-    tables = [file for file in files if file.name.endswith((*JSON_SUFFIXES, ".parquet"))]
-    sources: list[Source] = [TextFiles(root, texts, reading.skip_not_utf8)] if texts else []
+    tables = [file for file in files if file.name.endswith((*JSON_SUFFIXES, ".parquet")) or is_table(file)]
+    if texts:
+        reading.refuse_for_text(f"{root}", f"holds files of text ({texts[0].relative_to(root)})")
+    sources: list[Source] = [TextFiles(root, texts, reading.on_bad_row)] if texts else []
     sources += [_open_path(file, reading) for file in tables]
     if not sources:
         none = f"none of the {len(files)} files in it can be read as documents" if files else "the folder is empty"
         raise UserError(
             f"{root}: {none}. Known are"
-            f" {', '.join((*JSON_SUFFIXES, '.parquet'))}, and as text {' '.join(sorted(TEXT_SUFFIXES))}."
+            f" {', '.join((*JSON_SUFFIXES, *TABLE_SUFFIXES, '.parquet'))}, and as text"
+            f" {' '.join(sorted(TEXT_SUFFIXES))}."
         )
     if left_out := Counter(file.suffix for file in set(files).difference(texts, tables)):
         named = ", ".join(f"{count:,} {suffix or 'without a suffix'}" for suffix, count in left_out.most_common(8))

@@ -39,10 +39,13 @@ class OwnSource:
         self._length = len(self._documents)
         if not self._length:
             raise UserError(f"{self._name}: has no documents")
+        self._bad_rows = reading.bad_rows(self._name)
         first = self._documents[0]
         self.form = reading.form(first, self._name) if isinstance(first, Mapping) else None
+        if self.form is None:
+            reading.refuse_for_text(self._name, f"has documents that are {type(first).__name__}")
         self._kind = _kind(self[0])
-        self.is_whole = self._kind in (Tokens, Pair)
+        self.is_whole = self.form.is_whole if self.form else self._kind in (Tokens, Pair)
         total = hashlib.sha256(f"{dotted_name} {self._length} {self.form and self.form.digest}".encode())
         for number in range(0, self._length, -(-self._length // _LOOKED_AT)):
             total.update(repr(self[number]).encode(errors="surrogatepass"))
@@ -52,18 +55,21 @@ class OwnSource:
         return self._length
 
     def __getitem__(self, index: int) -> Document:
+        return self._bad_rows.read(self._read, index)
+
+    def _read(self, index: int) -> Document:
         found, where = self._documents[index], f"{self._name}, document {index}"
         if isinstance(found, Mapping) and self.form is not None:
-            document = self.form.document(found, where)
+            self._reading.name_unread_columns(found, self.form, where)
+            return self.form.document(found, where)
         elif isinstance(found, str):
-            document = found
+            document: Document = found
         elif isinstance(found, tuple) and len(found) == 2:
             is_target = np.asarray(found[1])
-            document = Tokens(self._ids(found[0], where), is_target.astype(bool))
-            if is_target.ndim != 1 or len(is_target) != len(document.ids):
-                raise UserError(
-                    f"{where}: has {len(document.ids)} token ids, and {is_target.size} truth values for them"
-                )
+            ids = self._ids(found[0], where)
+            document = Tokens(ids, is_target.astype(bool))
+            if is_target.ndim != 1 or len(is_target) != len(ids):
+                raise UserError(f"{where}: has {len(ids)} token ids, and {is_target.size} truth values for them")
         else:
             document = self._ids(found, where)
         kind = _kind(document)

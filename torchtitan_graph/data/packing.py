@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from torchtitan_graph.data.bad_rows import KINDS, Skipped
 from torchtitan_graph.data.batch import IGNORE_INDEX, PADDING, PAIRS_PER_ROW
 from torchtitan_graph.data.corpus import Corpus
 from torchtitan_graph.data.document import Contexts, Document, Pair, Tokens
@@ -51,13 +52,22 @@ class Packing(NamedTuple):
 
 class Counts(NamedTuple):
     """Documents that did not become rows as they are: cut at a row's length, dropped for it, or without a target;
-    conversations in several contexts, and how many these are."""
+    conversations in several contexts, and how many these are; and bad rows that are left out, of each of the KINDS."""
 
     cut: int = 0
     dropped: int = 0
     without_target: int = 0
     split: int = 0
     contexts: int = 0
+    not_utf8: int = 0
+    not_json: int = 0
+    wrong_fields: int = 0
+    no_value: int = 0
+    wrong_message: int = 0
+    not_text: int = 0
+    no_answer: int = 0
+    no_preference: int = 0
+    refused: int = 0
 
     def __add__(self, other: tuple[int, ...]) -> "Counts":  # type: ignore[override]
         return Counts(*(a + b for a, b in zip(self, other, strict=True)))
@@ -71,7 +81,8 @@ def in_words(counts: Counts) -> list[str]:
         lines.append(
             f"conversations split: {counts.split:,}, into {counts.contexts:,} contexts, by training.split_turns"
         )
-    return lines
+    bad = {what: getattr(counts, kind) for kind, what in KINDS.items()}
+    return lines + [f"bad rows left out, {what}: {number:,}" for what, number in bad.items() if number]
 
 
 def open_lane(corpus: Corpus, tokenizer: Tokenizer, packing: Packing, number: int, cursor: Cursor) -> "Lane":
@@ -125,6 +136,7 @@ class Lane:
         return row
 
     def _next_pieces(self) -> list[tuple[np.ndarray, np.ndarray]]:
+        self.counts = Counts()
         pieces: list[tuple[np.ndarray, np.ndarray]] = []
         wanted, whole = self._packing.seq_len, self._packing.whole
         while wanted and self._document_under_way():
@@ -191,6 +203,10 @@ class Lane:
         """Return the number and the ids of the epoch's next document that has any."""
         assert self._documents is not None
         for index, document in self._documents:
+            if isinstance(document, Skipped):
+                self.counts += Counts(**{document.kind: 1})
+                self._num_empty += 1
+                continue
             assert not isinstance(document, (Tokens, Pair, Contexts)), "those are packed whole"
             ids = self._tokenizer.encode(document) if isinstance(document, str) else document
             if len(ids):
@@ -258,6 +274,10 @@ class WholeLane(Lane):
         while num_tokens < WINDOW_ROWS * seq_len and (item := next(self._documents, None)) is not None:
             index, document = item
             self._next_document = index + 1
+            if isinstance(document, Skipped):
+                self._uncounted += Counts(**{document.kind: 1})
+                self._num_empty += 1
+                continue
             if isinstance(document, Contexts):
                 self._uncounted += Counts(split=1, contexts=len(document.contexts))
             for together in _packed_together(document):

@@ -6,6 +6,7 @@ from collections import Counter
 
 import torch.distributed as dist
 
+from torchtitan_graph.data.bad_rows import Skipped
 from torchtitan_graph.data.corpus import Corpus
 from torchtitan_graph.data.tokenizer import Tokenizer
 from torchtitan_graph.log import logger
@@ -28,6 +29,8 @@ def warn_of_special_tokens(corpus: Corpus, tokenizer: Tokenizer, place: str) -> 
     lanes = [corpus.documents(lane, 0, 0) for lane in range(corpus.num_lanes)]
     in_turn = (found for found in itertools.chain.from_iterable(itertools.zip_longest(*lanes)) if found is not None)
     for _, document in itertools.islice(in_turn, _DOCUMENTS):
+        if isinstance(document, Skipped):
+            continue
         if not isinstance(document, str):  # token ids
             return
         found = set(any_of_them.findall(document))

@@ -49,7 +49,7 @@ _NO_MATTER = (
     "training.chat_template",
     "training.chat_template_kwargs",
     "training.chat_date",
-    "training.skip_not_utf8",
+    "training.on_bad_row",
     "training.max_norm",
     "training.skip_leaps",
     "training.roll_back_after",

@@ -56,10 +56,10 @@ def test_the_last_of_a_repeated_option_counts() -> None:
         (["--training.max_norm", "2"], "max_norm", 2.0),
         (["--training.dataset_path="], "dataset_path", None),
         (["--training.dataset_path", "a=b"], "dataset_path", "a=b"),
-        (["--training.no-skip_not_utf8"], "skip_not_utf8", False),
-        (["--training.skip_not_utf8", "false"], "skip_not_utf8", False),
-        (["--training.skip_not_utf8=false", "--training.skip_not_utf8"], "skip_not_utf8", True),
-        (["--training.no-skip_not_utf8", "--training.skip_not_utf8", "true"], "skip_not_utf8", True),
+        (["--training.no-dynamic_seq_len"], "dynamic_seq_len", False),
+        (["--training.dynamic_seq_len", "false"], "dynamic_seq_len", False),
+        (["--training.dynamic_seq_len=false", "--training.dynamic_seq_len"], "dynamic_seq_len", True),
+        (["--training.no-dynamic_seq_len", "--training.dynamic_seq_len", "true"], "dynamic_seq_len", True),
     ],
 )
 def test_command_line_syntax(argv: list[str], key: str, value: object) -> None:
@@ -108,7 +108,7 @@ def test_old_and_new_name_together_are_refused(tmp_path: Path) -> None:
         ("steps = 0", "training.steps = 0: must be a whole number of at least 1"),
         ("max_norm = inf", "training.max_norm = inf: must be a number of at least 0"),
         ("max_norm = nan", "training.max_norm = nan: must be a number of at least 0"),
-        ("skip_not_utf8 = 1", "training.skip_not_utf8 = 1: must be true or false"),
+        ("dynamic_seq_len = 1", "training.dynamic_seq_len = 1: must be true or false"),
         (
             "steps = 9223372036854775808",
             "training.steps = 9223372036854775808: must be a whole number of at least 1, in 64 bits",

@@ -32,9 +32,9 @@ def reading(folder, tmp_path):  # noqa: F811
     ("columns", "expected"),
     [
         (["text", "id"], Text("text")),
-        (["messages"], Conversation(BYTES, "messages", None)),
-        (["messages", "tools"], Conversation(BYTES, "messages", "tools")),
-        (["conversations", "id"], Conversation(BYTES, "conversations", None)),
+        (["messages"], Conversation(BYTES, "messages")),
+        (["messages", "tools"], Conversation(BYTES, "messages", "tools", "system")),
+        (["conversations", "id"], Conversation(BYTES, "conversations")),
         (["prompt", "completion"], Completion(BYTES, "prompt", "completion")),
     ],
 )

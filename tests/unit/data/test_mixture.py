@@ -176,7 +176,9 @@ def test_the_log_names_the_sources_and_no_message_shows_whole_digests(tmp_path: 
     own, embedded, *_ = dict.fromkeys(caplog.messages)
     of_own = f"{file}; 1 file; 100 documents, those for training; text of the columns text"
     assert own == f"source x.jsonl, 75.00 % of the rows: {of_own}"
-    assert embedded.startswith("source stdlib, 25.00 % of the rows: stdlib, the embedded corpus: this Python's own sour")
+    assert embedded.startswith(
+        "source stdlib, 25.00 % of the rows: stdlib, the embedded corpus: this Python's own sour"
+    )
     with pytest.raises(UserError) as error:
         data.load_state_dict(positions[0])
     assert "corpus = 'x.jsonl: train of " in str(error.value) and not re.search("[0-9a-f]{20}", str(error.value))

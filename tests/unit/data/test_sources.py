@@ -16,8 +16,10 @@ from hypothesis import strategies as st
 from torchtitan_graph.data import sources
 from torchtitan_graph.data.files import DataFile
 from torchtitan_graph.data.forms import RowFormat
+from torchtitan_graph.data.lines import JsonLines
 from torchtitan_graph.data.open_corpus import open_corpus
-from torchtitan_graph.data.sources import JsonLines, TextFiles, TextPieces, digest_files
+from torchtitan_graph.data.sources import digest_files
+from torchtitan_graph.data.texts import TextFiles, TextPieces
 from torchtitan_graph.errors import UserError
 
 TEXTS = ["def one():\n    pass\n", "zwei 🎉 é\r\n", "three\n\n\nlines", "4", "  five "]
@@ -260,7 +262,10 @@ CORRUPT = {
     ],
     "a.json": [
         (b'[{"text": "x"}, {"text": "y"}]', "line 1: not a JSON object.*one object on each line"),
-        (b'[\n{"text": "x"},\n{"text": "y"}\n]', "line 2: is not JSON.*one object on each line"),
+        (
+            b'[\n{"text": "x"},\n{"text": "y"}\n]',
+            "(?s)line 1: is not JSON.*one object on each line.*line 2: is not JSON",
+        ),
     ],
     "a.txt.gz": [(gzip.compress(b"text"), r"a\.txt\.gz: is a gzip file.*unpack it first.*\.jsonl\.gz")],
     "a.zst": [(b"\x28\xb5\x2f\xfd" + bytes(9), "is a zstd file")],
@@ -302,12 +307,15 @@ def test_what_is_not_utf8_is_named_together_or_left_out(tmp_path, monkeypatch, c
         (tmp_path / f"{number:02}.txt").write_bytes(b"caf\xe9" if number % 2 else b"tea")
     if not small:
         monkeypatch.setattr(sources, "SMALL_CORPUS_BYTES", 0)
-    many = r"(?s)15 of 30 documents are not UTF-8:.*01\.txt.*19\.txt.*and 5 more.*training.skip_not_utf8 = true"
-    with pytest.raises(UserError, match=many if small else r"\.txt: not UTF-8 at byte 3.*skip_not_utf8"):
+    many = r"(?s)15 of 30 rows are bad \(not UTF-8: 15\):.*01\.txt.*19\.txt.*and 5 more.*training.on_bad_row"
+    with pytest.raises(UserError, match=many if small else r"\.txt: not UTF-8 at byte 3.*on_bad_row"):
         list(open_corpus("", str(tmp_path), "all", seed=0).documents(0, 0, 0))
     caplog.clear()
-    corpus = open_corpus("", str(tmp_path), "all", seed=0, reading=RowFormat(skip_not_utf8=True))
-    assert sorted(text for _, text in corpus.documents(0, 0, 0)) == [""] * 15 + ["tea"] * 15
+    corpus = open_corpus("", str(tmp_path), "all", seed=0, reading=RowFormat(on_bad_row="skip"))
+    assert (
+        sorted(text if isinstance(text, str) else type(text).__name__ for _, text in corpus.documents(0, 0, 0))
+        == ["Skipped"] * 15 + ["tea"] * 15
+    )
     assert len(caplog.records) == 1 and "left out" in caplog.text
 
 
@@ -317,7 +325,7 @@ def test_nothing_is_left_where_nothing_is_utf8(tmp_path, name):
         (tmp_path / name).mkdir()
     ((tmp_path / name / "a.txt") if name == "folder" else tmp_path / name).write_bytes(b"\xff\xff\xff")
     with pytest.raises(UserError, match="No document is left"):
-        open_corpus("", str(tmp_path / name), "all", seed=0, reading=RowFormat(skip_not_utf8=True))
+        open_corpus("", str(tmp_path / name), "all", seed=0, reading=RowFormat(on_bad_row="skip"))
 
 
 FILES = {

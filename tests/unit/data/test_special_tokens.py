@@ -92,7 +92,7 @@ def test_shards_may_hold_special_tokens_of_text(chat, tmp_path, warnings):
     spec.loader.exec_module(script)
     options = dict(
         dataset="", dataset_path=str(chat), hf_assets_path=SMALL, split="train", format=None, columns={},
-        loss_on="assistant", unclear_turns="refuse", chat_template=None, chat_date=None, skip_not_utf8=False,
+        loss_on="assistant", unclear_turns="refuse", chat_template=None, chat_date=None, on_bad_row="refuse",
         split_turns="auto", chat_template_kwargs={}, num_documents=None, num_workers=0, tokens_per_shard=100,
     )  # fmt: skip
     for name, special_tokens in (("text", False), ("tokens", True)):

@@ -1,0 +1,92 @@
+"""Rows that can't be read as documents: the first ends the run, or all are left out and counted by their kind."""
+
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
+
+from torchtitan_graph.errors import UserError
+from torchtitan_graph.log import logger
+
+# The kinds of bad rows, each with what is said of those that are left out.
+KINDS = {
+    "not_utf8": "not UTF-8",
+    "not_json": "no JSON object",
+    "wrong_fields": "another number of fields than the table has columns",
+    "no_value": "a column is missing, or its value is of the wrong type",
+    "wrong_message": "a message with a wrong role or key, or without content",
+    "not_text": "an image or another part that is not text",
+    "no_answer": "an empty answer",
+    "no_preference": "answers that can't be compared",
+    "refused": "refused by the chat template",
+}
+HINT = "training.on_bad_row = 'skip' leaves such rows out, and counts them"
+_MOST_NAMED = 10
+D = TypeVar("D")
+
+
+class BadRow(UserError):
+    """Error: a row can't be read as a document; `kind` is one of KINDS."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        assert kind in KINDS, kind
+        super().__init__(message)
+        self.kind = kind
+
+    def at(self, where: str) -> "BadRow":
+        """Return the same error with a place before its message."""
+        return BadRow(self.kind, f"{where}: {self}")
+
+
+class Skipped(NamedTuple):
+    """In place of the document of a bad row: it keeps its number and has no tokens."""
+
+    kind: str
+
+
+class BadRows:
+    """What becomes of the bad rows of one corpus.
+
+    place: the file or folder, for messages.
+    on_bad_row: as `training.on_bad_row`.
+    """
+
+    def __init__(self, place: str, on_bad_row: str) -> None:
+        self._place, self.skip = place, on_bad_row == "skip"
+        self._has_warned = False
+
+    def read(self, read: Callable[[int], D], index: int) -> D | Skipped:
+        """Return document `index`, or what stands for a bad row; raise UserError for that where it is refused."""
+        try:
+            return read(index)
+        except BadRow as error:
+            if not self.skip:
+                raise UserError(f"{str(error).rstrip('.')}. {HINT}") from error
+            if not self._has_warned:
+                logger.warning(f"{error}. It is left out, as are all bad rows; the log counts them by kind")
+            self._has_warned = True
+            return Skipped(error.kind)
+
+    def read_all(self, read: Callable[[int], D], number: int) -> None:
+        """Read every document once; the bad rows are reported together, as an error or a warning."""
+        errors = []
+        for index in range(number):
+            try:
+                read(index)
+            except BadRow as error:
+                errors.append(error)
+        if not errors:
+            return
+        kinds = [error.kind for error in errors]
+        counts = "; ".join(f"{what}: {kinds.count(kind):,}" for kind, what in KINDS.items() if kind in kinds)
+        lines = [str(error) for error in errors[:_MOST_NAMED]]
+        if len(errors) > 1:
+            lines.insert(0, f"{self._place}: {len(errors):,} of {number:,} rows are bad ({counts}):")
+        if len(errors) > _MOST_NAMED:
+            lines.append(f"and {len(errors) - _MOST_NAMED:,} more")
+        named = "\n    ".join(lines)
+        if not self.skip:
+            raise UserError(f"{named.rstrip('.')}. {HINT}" if len(errors) == 1 else f"{named}\n{HINT}")
+        if len(errors) == number:
+            raise UserError(f"{named}\nNo document is left")
+        left_out = "It is left out" if len(errors) == 1 else "They are left out"
+        logger.warning(f"{named}\n{left_out}: training.on_bad_row")
+        self._has_warned = True

@@ -1,0 +1,98 @@
+"""Documents by number, from JSON lines."""
+
+import codecs
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from torchtitan_graph.data.bad_rows import BadRow
+from torchtitan_graph.data.document import Document
+from torchtitan_graph.data.files import DataFile, decode, unpacked
+from torchtitan_graph.data.forms import Form, RowFormat, form_of
+from torchtitan_graph.data.sources import digest_files, is_small
+from torchtitan_graph.errors import UserError
+from torchtitan_graph.small_files import BadFile, parse_json
+
+LONGEST_ROW = 128 * 2**20  # bytes
+_ONE_PER_LINE = (
+    'JSON lines have one object on each line, such as {"text": "..."}; jq -c \'.[]\' FILE writes those of a JSON array'
+)
+
+
+class JsonLines:
+    """A document per line of a JSON lines file; the keys of the first tell in which form. Blank lines are skipped.
+
+    Opening reads the file once, for the place of every line (16 bytes of memory each). A gzip file can only be read
+    from its beginning, so it is unpacked into a temporary file first, which is deleted with the source.
+    """
+
+    def __init__(self, file: Path, reading: RowFormat) -> None:
+        self._file, self._bad_rows, self._reading = str(file), reading.bad_rows(str(file)), reading
+        self._data = packed = DataFile(file)
+        digest = digest_files(file.parent, [file])
+        if file.suffix == ".gz":
+            self._data = unpacked(file, self)
+        self._line_starts, self._documents = _index_lines(Path(self._data.path))
+        packed.check()
+        self.form: Form = form_of(reading, lambda index: self._row(index)[0], len(self), self._file)
+        self.digest, self.is_whole = digest + self.form.digest, self.form.is_whole
+        if is_small(self._data.size):
+            self._bad_rows.read_all(self._read, len(self))
+        elif len(self):
+            self[0]  # raises for an invalid line
+
+    def __len__(self) -> int:
+        return len(self._documents)
+
+    def __getitem__(self, index: int) -> Document:
+        return self._bad_rows.read(self._read, index)
+
+    def _read(self, index: int) -> Document:
+        row, where = self._row(index)
+        self._reading.name_unread_columns(row, self.form, where)
+        return self.form.document(row, where)
+
+    def _row(self, index: int) -> tuple[dict[str, Any], str]:
+        """Return the object in a line, and the line's place."""
+        line = int(self._documents[index])
+        start, end = int(self._line_starts[line]), int(self._line_starts[line + 1])
+        where = f"{self._file}, line {line + 1}"
+        if end - start > LONGEST_ROW:
+            raise UserError(f"{where}: has {end - start:,} bytes, more than the {LONGEST_ROW:,} of a document here")
+        content = self._data.read(start, end - start)
+        if line == 0:
+            content = content.removeprefix(codecs.BOM_UTF8)
+        decode(content, where)
+        try:
+            row = parse_json(content, object, where)
+        except BadFile as error:
+            if index == 0 and content.lstrip()[:1] in (b"[", b"{"):  # perhaps one value over several lines
+                raise BadRow("not_json", f"{error}. {_ONE_PER_LINE}") from error
+            raise BadRow("not_json", str(error)) from error
+        if not isinstance(row, dict):
+            raise BadRow("not_json", f"{where}: not a JSON object. {_ONE_PER_LINE}")
+        return row, where
+
+    def identity(self, index: int) -> str:
+        return f"{Path(self._file).name.removesuffix('.gz')}:{index}"
+
+
+def _index_lines(file: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Return the byte at which each line starts, with the file's end, and the numbers of the lines that are not
+    blank."""
+    ends, position = [], 0
+    with open(file, "rb") as stream:
+        while chunk := stream.read(2**24):
+            ends.append(np.flatnonzero(np.frombuffer(chunk, np.uint8) == ord("\n")) + position + 1)
+            position += len(chunk)
+        starts = np.concatenate([np.zeros(1, np.int64), *ends])
+        if starts[-1] != position:  # the last line has no end
+            starts = np.append(starts, position)
+        content = np.memmap(file, np.uint8, "r") if position else np.empty(0, np.uint8)
+        first = np.asarray(content[starts[:-1]])
+        is_blank = first == ord("\n")
+        for line in np.flatnonzero(np.isin(first, list(b" \t\r\v\f"))):
+            stream.seek(starts[line])
+            is_blank[line] = not stream.read(starts[line + 1] - starts[line]).strip()
+    return starts, np.flatnonzero(~is_blank)

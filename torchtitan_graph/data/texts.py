@@ -1,0 +1,106 @@
+"""Documents by number, from files of text."""
+
+from pathlib import Path
+
+from torchtitan_graph.data.bad_rows import BadRows
+from torchtitan_graph.data.document import Document
+from torchtitan_graph.data.files import DataFile, decode
+from torchtitan_graph.data.sources import digest_files, is_small
+from torchtitan_graph.errors import UserError
+
+_LONGEST_CHARACTER = 4  # bytes of UTF-8
+_PACKED = {"gzip": b"\x1f\x8b\x08", "zstd": b"\x28\xb5\x2f\xfd", "xz": b"\xfd7zXZ\0", "zip": b"PK\3\4"}
+
+
+class TextFiles:
+    """A document per file, UTF-8; files are numbered as given and named relative to `root`."""
+
+    is_whole = False
+
+    def __init__(self, root: Path, files: list[Path], on_bad_row: str = "refuse") -> None:
+        self._bad_rows = BadRows(str(root), on_bad_row)
+        self._files = [DataFile(file) for file in files]
+        self._names = [str(file.relative_to(root)) for file in files]
+        self.digest = digest_files(root, files)
+        if is_small(sum(file.size for file in self._files)):
+            self._bad_rows.read_all(self._read, len(self))
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def __getitem__(self, index: int) -> Document:
+        return self._bad_rows.read(self._read, index)
+
+    def _read(self, index: int) -> str:
+        return decode(self._files[index].read(), self._files[index].path)
+
+    def identity(self, index: int) -> str:
+        return self._names[index]
+
+
+class TextPieces:
+    """One text file, split at the first line end after every 8 KiB; each piece is a document.
+
+    One document could not be split into training and validation. Nothing is indexed: piece i begins at the first line
+    or, where none begins in 8 KiB, the first character from byte 8192 * i on. Where none begins before the file's end,
+    the previous piece is the last.
+    """
+
+    PIECE_BYTES = 8192
+    is_whole = False
+
+    def __init__(self, file: Path, on_bad_row: str = "refuse") -> None:
+        self._file, self._bad_rows = str(file), BadRows(str(file), on_bad_row)
+        self._data = DataFile(file)
+        self.digest = digest_files(file.parent, [file])
+        _refuse_packed(self._data)
+        self._number = -(-self._data.size // self.PIECE_BYTES)
+        if self._number and not self._piece(self._number - 1)[0]:
+            self._number -= 1
+            self.digest += ", less the empty piece at its end"  # it was once a document, with another order of all
+        if is_small(self._data.size):
+            self._bad_rows.read_all(self._read, len(self))
+
+    def __len__(self) -> int:
+        return self._number
+
+    def __getitem__(self, index: int) -> Document:
+        return self._bad_rows.read(self._read, index)
+
+    def _read(self, index: int) -> str:
+        content, first_byte = self._piece(index)
+        return decode(content, self._file, first_byte)
+
+    def _piece(self, index: int) -> tuple[bytes, int]:
+        """Return the bytes of a piece, and its first byte's place in the file."""
+        first = max(0, index * self.PIECE_BYTES - 1)  # a line end there makes the piece begin after it
+        content = self._data.read(first, 2 * self.PIECE_BYTES + _LONGEST_CHARACTER)
+        start = self._begin(content, index * self.PIECE_BYTES - first) if index else 0
+        end = self._begin(content, (index + 1) * self.PIECE_BYTES - first)
+        return content[start:end], first + start
+
+    def _begin(self, content: bytes, place: int) -> int:
+        """Return the begin of a piece, searched from `place` on: the file's end if no line begins."""
+        last = place - 1 + self.PIECE_BYTES
+        line_end = content.find(b"\n", place - 1, last)
+        if line_end >= 0:
+            return line_end + 1
+        if last > len(content):
+            return len(content)
+        inside = 0  # bytes inside a character
+        while inside < _LONGEST_CHARACTER and content[place + inside] & 0b1100_0000 == 0b1000_0000:
+            inside += 1
+        return place + inside
+
+    def identity(self, index: int) -> str:
+        return f"{Path(self._file).name}:{index}"
+
+
+def _refuse_packed(file: DataFile) -> None:
+    begin = file.read(0, 8)
+    for kind, magic in _PACKED.items():
+        if begin.startswith(magic):
+            raise UserError(
+                f"{file.path}: is a {kind} file, which is not read as text: unpack it first. (JSON lines are read from"
+                " .jsonl.gz and .json.gz)"
+            )

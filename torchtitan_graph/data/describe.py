@@ -7,7 +7,8 @@ from typing import Any
 from torchtitan_graph.data.corpus import Corpus, ShuffledCorpus
 from torchtitan_graph.data.forms import Conversation, RowFormat
 from torchtitan_graph.data.shards import Shards
-from torchtitan_graph.data.sources import Chain, TextFiles
+from torchtitan_graph.data.sources import Chain
+from torchtitan_graph.data.texts import TextFiles
 from torchtitan_graph.log import logger
 
 EMBEDDED = "stdlib, the embedded corpus: this Python's own sources"

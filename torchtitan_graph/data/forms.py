@@ -233,7 +233,14 @@ def _keys(names: list[str]) -> str:
 
 
 class _Form:
-    """Base of the forms of rows; `columns` are those that a form reads, absent ones among them."""
+    """Base of the forms of rows; `columns` are those that each row has, `optional` those that it may have."""
+
+    tools: str | None = None
+    system: str | None = None
+
+    @property
+    def optional(self) -> list[str]:
+        return [name for name in (self.tools, self.system) if name is not None]
 
     @property
     def columns(self) -> list[str]:
@@ -242,7 +249,7 @@ class _Form:
     @functools.cached_property
     def keys(self) -> frozenset[str]:
         """The keys of a row in which the columns may be: each name, and the parts of it before a dot."""
-        parts = [(name, name.split(".")) for name in self.columns]
+        parts = [(name, name.split(".")) for name in (*self.columns, *self.optional)]
         return frozenset(".".join(split[:n]) for _, split in parts for n in range(1, len(split) + 1))
 
 
@@ -280,12 +287,12 @@ class Conversation(_Form):
 
     @property
     def columns(self) -> list[str]:
-        return [self.messages, self.tools, self.system]
+        return [self.messages]
 
     @property
     def digest(self) -> str:
         reading = self.reading
-        return f"{self.columns} {reading.of_turns} {reading.template.digest}"
+        return f"{self.columns} {self.optional} {reading.of_turns} {reading.template.digest}"
 
     def document(self, row: Mapping[str, Any], where: str) -> Document:
         """Return a row's conversation as tokens; raise BadRow with `where` if it has none or can't be rendered,
@@ -314,11 +321,12 @@ class Completion(_Form):
 
     @property
     def columns(self) -> list[str]:
-        return [self.prompt, self.completion, self.tools, self.system]
+        return [self.prompt, self.completion]
 
     @property
     def digest(self) -> str:
-        return f"{self.columns} {self.reading.of_turns} {sorted(self.reading.chat_template_kwargs.items())}"
+        reading = self.reading
+        return f"{self.columns} {self.optional} {reading.of_turns} {sorted(reading.chat_template_kwargs.items())}"
 
     def document(self, row: Mapping[str, Any], where: str) -> Document:
         """Return a row as tokens; raise BadRow with `where` if it has no such texts or messages, UserError if a turn is
@@ -375,11 +383,11 @@ class Preference(_Form):
 
     @property
     def columns(self) -> list[str]:
-        return [*([self.prompt] if self.prompt else []), self.chosen, self.rejected, self.tools, self.system]
+        return [*([self.prompt] if self.prompt else []), self.chosen, self.rejected]
 
     @property
     def digest(self) -> str:
-        return f"{self.columns} preference {sorted(self.reading.chat_template_kwargs.items())}"
+        return f"{self.columns} {self.optional} preference {sorted(self.reading.chat_template_kwargs.items())}"
 
     def document(self, row: Mapping[str, Any], where: str) -> Document:
         """Return a row as a pair; raise BadRow if it has no such texts or messages, or the answers are equal."""

@@ -29,7 +29,7 @@ class Rows:
     def __init__(self, rows: Any, reading: RowFormat, name: str, digest: str) -> None:
         columns = {key: _columns_inside(feature) for key, feature in rows.features.items()}
         self.form: Form = reading.form(columns, name)
-        found = (find_column(columns, column) for column in self.form.columns)
+        found = (find_column(columns, column) for column in (*self.form.columns, *self.form.optional))
         self._rows = rows.select_columns([*dict.fromkeys(keys[0] for keys in found if keys)])
         self._name, self._bad_rows = name, reading.bad_rows(name)
         self.digest, self.is_whole = digest + self.form.digest, self.form.is_whole
@@ -85,7 +85,7 @@ class StreamedCorpus:
         return self.form.document(row, self._name)
 
     def _identity(self, row: dict[str, Any]) -> str:
-        columns = [column for column in self.form.columns if find_column(row, column)]
+        columns = [column for column in (*self.form.columns, *self.form.optional) if find_column(row, column)]
         content = [value_of(row, column) for column in columns]
         if len(content) == 1 and isinstance(content[0], str):
             return content[0]

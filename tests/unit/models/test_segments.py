@@ -8,7 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchtitan_graph.check.kernels import same_and_earlier
+from torchtitan_graph.config import load, target_of
 from torchtitan_graph.errors import UserError
+from torchtitan_graph.models import gpt_oss
+from torchtitan_graph.models.hf import allocate, choose_model, own_attention
 from torchtitan_graph.models.layers.attention import attend
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.models.layers.masks import Rule, all_of, begins_of, build_mask, causal, same_document, sliding
@@ -157,3 +160,49 @@ def test_what_is_more_than_segments_is_refused(monkeypatch: pytest.MonkeyPatch) 
     segments: Segments = segments_of(begins_of(documents("random")), CPU)
     with pytest.raises(UserError, match="'varlen': this model changes attention's scores, which only 'flex' can"):
         attend(q, k, v, segments, score=lambda score, b, h, q, kv: score)
+
+
+def test_auto_on_a_cpu_is_what_computes_a_models_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    for family in ("llama3", "gpt_oss"):
+        config = load(["--model.name", family, "--model.flavor", "debugmodel"])
+        _, model, options = choose_model(config, None, 256, target_of(config))
+        assert model.attn == options.attn == "varlen"
+    monkeypatch.setattr(gpt_oss.Model, "windows", lambda self: {})
+    _, model, options = choose_model(config, None, 256, target_of(config))
+    assert model.attn == options.attn == "sdpa"
+    assert own_attention(model)[1].startswith("for this model's `segments` and `windows` let other tokens be seen than")
+    model.changes_scores = True
+    assert own_attention(model) == ("flex", "for this model changes attention's scores, which only 'flex' can")
+
+
+@pytest.mark.parametrize("kind", ["gemma3_text", "gpt_oss", "gemma2"])
+def test_models_of_transformers_attend_within_segments(kind: str) -> None:
+    pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    layers = ["sliding_attention", "full_attention"]
+    more = {"head_dim": 8, "intermediate_size": 32, "vocab_size": 64, "sliding_window": 5, "layer_types": layers}
+    if kind == "gpt_oss":
+        more |= {"num_local_experts": 2, "num_experts_per_tok": 1}
+    family = load_family("transformers")
+    with torch.device("meta"):
+        model = family.Model(family.from_hf_config({"model_type": kind, **sizes, **more}), "varlen")
+    if kind == "gemma2":  # its soft cap changes scores
+        assert own_attention(model)[0] == "flex"
+        with pytest.raises(UserError, match="'varlen': this model changes attention's scores, .* use flex"):
+            model.check_attention()
+        return
+    assert own_attention(model)[0] == "varlen" and model.windows() == {"window 5": 5}
+    allocate(model, torch.float64)
+    for name, parameter in model.named_parameters():
+        torch.nn.init.normal_(parameter, std=0.5, generator=torch.Generator().manual_seed(len(name)))
+    documents_BL, tokens_BL = documents("random"), torch.randint(64, (B, L), generator=torch.Generator().manual_seed(4))
+    begins_BL, positions_BL = begins_of(documents_BL), torch.arange(L).expand(B, L)
+    positions_BL = positions_BL - torch.where(begins_BL, positions_BL, 0).cummax(1).values
+    logits = []
+    for attn in ("varlen", "sdpa"):
+        model.attn = attn
+        logits.append(model(tokens_BL, positions_BL, model.masks(documents_BL, positions_BL)).detach())
+    assert largest_gap(logits[:1], logits[1:]) < 1e-12
+    model.attn = "varlen"
+    shifted = model(tokens_BL, positions_BL, model.masks(documents_BL.roll(1, 1), positions_BL)).detach()
+    assert largest_gap([shifted], logits[:1]) > 1e-3

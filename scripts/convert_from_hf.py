@@ -9,9 +9,7 @@ import torch
 from torchtitan_graph.checkpoint import SaveError, save_model
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import init_logging, logger
-from torchtitan_graph.models.hf import from_hf
-
-DESCRIPTION = ("config.json", "tokenizer.json", "tokenizer_config.json")
+from torchtitan_graph.models.hf import asset_files, from_hf
 
 
 def main() -> None:
@@ -22,7 +20,7 @@ def main() -> None:
     parser.add_argument("--quantized", action="store_true", help="turn fp8 or MXFP4 weights back into numbers")
     options = parser.parse_args()
     # Needed by torchtitan_graph.generate and convert_to_hf.py.
-    described = [name for name in DESCRIPTION if (options.hf_folder / name).is_file()]
+    described = {"config.json": options.hf_folder / "config.json", **asset_files(options.hf_folder)}
     if taken := [name for name in described if (options.out / name).exists()]:
         parser.exit(2, f"{options.out} holds {', '.join(taken)} already: name a new folder\n")
     init_logging()
@@ -30,7 +28,8 @@ def main() -> None:
         model = from_hf(options.hf_folder, getattr(torch, options.dtype), quantized=options.quantized)
         path = save_model(options.out, model)
         for name in described:
-            shutil.copy(options.hf_folder / name, options.out)
+            (options.out / name).parent.mkdir(exist_ok=True)
+            shutil.copy(options.hf_folder / name, options.out / name)
     except UserError as error:
         parser.exit(2, f"{error}\n")  # without the usage: the command was not wrong
     except (OSError, SaveError) as error:

@@ -6,10 +6,11 @@ from pathlib import Path
 import torch
 
 from torchtitan_graph.checkpoint import load_model, newest_below
+from torchtitan_graph.delivery import deliver
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import init_logging, logger
-from torchtitan_graph.models.hf import allocate, new_model, save_adapter, save_weights
-from torchtitan_graph.open_model import describe
+from torchtitan_graph.models.hf import allocate, save_adapter, save_weights
+from torchtitan_graph.open_model import describe, describe_hf
 from torchtitan_graph.optim import AVERAGE
 
 
@@ -36,17 +37,18 @@ def main() -> None:
             raise UserError(f"{options.checkpoint}: there is no such folder")
         checkpoint = newest_below(options.checkpoint)
         if options.like is not None:
-            family, model = new_model(options.like)
-            assets = options.like
+            described = describe_hf(options.like)._replace(base=str(options.like.absolute()))
         else:
-            family, model, _, assets = describe(checkpoint, options.config)
+            described = describe(checkpoint, options.config)
+        family, model = described.family, described.model
+        delivery = deliver(described.reading, described.assets)
         allocate(model, getattr(torch, options.dtype))
         load_model(checkpoint, model, instead=AVERAGE if options.average else None)
         if options.adapter:
-            save_adapter(model, family, options.out, base=str(assets or "") or None)
+            save_adapter(model, family, options.out, base=described.base, files=delivery.files)
         else:
-            save_weights(model, family, options.out, assets=assets)
-        logger.info(f"saved {options.out}")
+            save_weights(model, family, options.out, files=delivery.files, config=delivery.config)
+        logger.info(f"saved {options.out}: weights in {options.dtype}; {delivery.summary}")
     except UserError as error:
         parser.exit(2, f"{error}\n")  # without the usage: the command was not wrong
     except OSError as error:

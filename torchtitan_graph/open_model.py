@@ -10,8 +10,11 @@ from typing import NamedTuple
 import torch
 
 from torchtitan_graph.checkpoint import load_model, newest_below
-from torchtitan_graph.config import load, target_of
+from torchtitan_graph.config import JobConfig, load, target_of
+from torchtitan_graph.data.forms import RowFormat
 from torchtitan_graph.data.tokenizer import Tokenizer, find_assets, load_tokenizer
+from torchtitan_graph.data.turn_ends import ends_of_texts
+from torchtitan_graph.delivery import base_of
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.models.hf import allocate, check_weights, choose_model, load_weights, new_model
 from torchtitan_graph.models.layers.adapt import check_packed
@@ -24,21 +27,34 @@ from torchtitan_graph.parallel.storage import Precision, cast_parameters, materi
 
 
 class Described(NamedTuple):
-    """The description of a checkpoint: a model on meta, its tokenizer, and the folder of its assets, if any."""
+    """The description of a checkpoint: a model on meta, how its texts are read, and the folder of its assets, if any.
+
+    base: the folder of the weights that its adapters are for.
+    """
 
     family: ModuleType
     model: Decoder
-    tokenizer: Tokenizer
+    reading: RowFormat
     assets: Path | None
+    base: str | None = None
 
 
 class Opened(NamedTuple):
-    """A trained model, and the place of its weights: a checkpoint, or a Hugging Face folder."""
+    """A trained model, how its texts are read, and the place of its weights: a checkpoint, or a Hugging Face folder."""
 
     model: Decoder
-    tokenizer: Tokenizer
+    reading: RowFormat
     assets: Path | None
     weights: Path
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        assert self.reading.tokenizer is not None, "a model of tokens"
+        return self.reading.tokenizer
+
+    def ends(self) -> list[int]:
+        """Return the ids of the tokens that end a text; raises UserError like `ends_of_texts`."""
+        return ends_of_texts(self.reading, dict.fromkeys([self.assets, self.weights]))
 
 
 def open_model(
@@ -64,7 +80,7 @@ def open_model(
         raise UserError(f"{folder}: there is no such folder")
     weights = newest_below(folder)
     is_hf = weights == folder and (folder / "config.json").exists()
-    family, model, tokenizer, assets = describe_hf(folder) if is_hf else describe(weights, config)
+    family, model, reading, assets, _ = describe_hf(folder) if is_hf else describe(weights, config)
     if dims is not None:
         check_plan(model, plan_of(family, model), dims)
         check_packed(model, plan_of(family, model), dims)
@@ -78,7 +94,7 @@ def open_model(
         load_weights(model, family, weights)
     else:
         load_model(weights, model)
-    return Opened(model.to(device) if dims is None else model, tokenizer, assets, weights)
+    return Opened(model.to(device) if dims is None else model, reading, assets, weights)
 
 
 def _allocate_shards(
@@ -93,7 +109,7 @@ def _allocate_shards(
 def describe_hf(folder: Path) -> Described:
     """Return the description of a Hugging Face folder."""
     family, model = new_model(folder)
-    return Described(family, model, _tokenizer_of(folder, model), folder)
+    return Described(family, model, RowFormat(_tokenizer_of(folder, model)), folder)
 
 
 def describe(checkpoint: Path, config: Path | None = None) -> Described:
@@ -107,13 +123,25 @@ def describe(checkpoint: Path, config: Path | None = None) -> Described:
     job = load(["--job.config_file", str(file)])
     attn = "sdpa" if job.model.attn == "auto" else job.model.attn  # flex would be compiled for one length
     job = dataclasses.replace(job, model=dataclasses.replace(job.model, attn=attn))
+    find_files(job, file)
     path = job.model.hf_assets_path
-    if path and not find_assets(path).exists():  # relative to where the run was started: perhaps a folder above
-        above = (folder / path for folder in file.resolve().parents)
-        path = job.model.hf_assets_path = str(next(filter(Path.exists, above), path))
     tokenizer, assets = load_tokenizer(path), find_assets(path) if path else None
     family, model, _ = choose_model(job, assets, tokenizer.vocab_size, target_of(job))
-    return Described(family, model, tokenizer, assets)
+    return Described(family, model, RowFormat.of(job.training, tokenizer), assets, base_of(job))
+
+
+def find_files(job: JobConfig, near: Path) -> None:
+    """Find the tokenizer and the chat template of a run that was started in another folder: perhaps in one above
+    `near`."""
+    path, template = job.model.hf_assets_path, job.training.chat_template
+    if path and not find_assets(path).exists():
+        job.model.hf_assets_path = _above(path, near)
+    if template and not Path(template).expanduser().exists():
+        job.training.chat_template = _above(template, near)
+
+
+def _above(path: str, near: Path) -> str:
+    return str(next(filter(Path.exists, (folder / path for folder in near.resolve().parents)), path))
 
 
 def _find_config(checkpoint: Path) -> Path:

@@ -37,6 +37,7 @@ from torchtitan_graph.data.forms import RowFormat
 from torchtitan_graph.data.loader import DataLoader, build_dataloader, merge_states
 from torchtitan_graph.data.open_corpus import naming_set, validation_corpus
 from torchtitan_graph.data.packing import Counts, in_words
+from torchtitan_graph.delivery import Delivery, base_of, deliver
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.forecast import check_fits, forecast
 from torchtitan_graph.log import logger
@@ -104,6 +105,7 @@ class Trainer:
         with _reporting_out_of_memory(self._progress, blueprint):
             if config.checkpoint.enable or config.checkpoint.initial_load_path:
                 on_rank_0(partial(retry_io, partial(_check_tensors_to_load, blueprint)), files_group())
+            self.delivery = self._delivery()
             self.train_data, self.validation_data = retry_io(partial(_open_data, blueprint))
             self._check_validation()
             self.feed = self._new_feed()
@@ -139,6 +141,16 @@ class Trainer:
 
     def _progress(self) -> str:
         return f"rank {self.rank}, after {self.step} steps"
+
+    def _delivery(self) -> Delivery | None:
+        """Return what goes with the weights of an export, None without one. What can't be read is refused now."""
+        checkpoint = self.config.checkpoint
+        if not checkpoint.enable or checkpoint.load_only:
+            return None
+        if not checkpoint.last_save_in_hf and not checkpoint.last_save_adapter:
+            return None
+        reading = RowFormat.of(self.config.training, self.blueprint.tokenizer)
+        return on_rank_0(partial(retry_io, partial(deliver, reading, self.blueprint.assets)), files_group())
 
     def _new_feed(self, **of_replicas: Any) -> Feed:
         return Feed(
@@ -505,16 +517,16 @@ class Trainer:
 
         A run that was killed in between finds its last checkpoint, trains no step, and does this again.
         """
-        config, blueprint = self.config.checkpoint, self.blueprint
-        if not config.enable or config.load_only:
+        config, delivery = self.config.checkpoint, self.delivery
+        if delivery is None:
             return
         dtype = getattr(torch, config.export_dtype)
         if config.last_save_in_hf:
-            save = partial(save_weights, assets=blueprint.assets, replace=True, dtype=dtype)
+            save = partial(save_weights, files=delivery.files, config=delivery.config, replace=True, dtype=dtype)
             self._write_export("hf", save, replaces)
         if config.last_save_adapter:
-            base = config.initial_load_path or self.config.model.hf_assets_path
-            self._write_export("adapter", partial(save_adapter, base=base, replace=True, dtype=dtype), replaces)
+            save = partial(save_adapter, files=delivery.files, base=base_of(self.config), replace=True, dtype=dtype)
+            self._write_export("adapter", save, replaces)
 
     def _write_export(self, kind: str, save: Callable[..., None], replaces: bool) -> None:
         path = self.checkpointer.folder / f"step-{self.step}-{kind}"
@@ -531,7 +543,8 @@ class Trainer:
                 f"{path} could not be saved: {why}; the checkpoint of this step is whole. Start the run again: it does "
                 "only this, or use scripts/convert_to_hf.py"
             ) from error
-        logger.info(f"saved {path}")
+        assert self.delivery is not None, "what is exported has it"
+        logger.info(f"saved {path}: weights in {self.config.checkpoint.export_dtype}; {self.delivery.summary}")
 
     def _train_state(self) -> dict[str, Any]:
         parts: list[Any] = [None] * dist.get_world_size()

@@ -69,7 +69,7 @@ class ChatTemplate:
                 " tokenizer_config.json. Write one there; for training, name a file with one in training.chat_template,"
                 " or the folder of an instruct model in model.hf_assets_path"
             )
-        self._ends = read_ends(tokenizer.folder) | {tokenizer.eos_id}
+        self._ends = {*read_ends(tokenizer.folder), tokenizer.eos_id}
         if self._arguments:
             self._check_arguments()
         self.digest = f"{sorted(self.templates.items())} {date} {sorted(self._arguments.items())} {sorted(self._ends)}"

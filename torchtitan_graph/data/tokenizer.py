@@ -106,7 +106,7 @@ class FileTokenizer:
     """A tokenizer.json. The tokens that begin and end a document are named in tokenizer_config.json next to it."""
 
     def __init__(self, file: Path, special_tokens_in_text: bool) -> None:
-        self._file, self._special_tokens_in_text = file, special_tokens_in_text
+        self.file, self._special_tokens_in_text = file, special_tokens_in_text
         self.folder = file.parent
         self._tokenizer, content = read_tokenizer(file)
         config_file = file.parent / "tokenizer_config.json"
@@ -134,12 +134,12 @@ class FileTokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """Return the ids of a text; with `add_special_tokens` also those that tokenizer.json says surround it."""
-        with blame(f"{self._file}: can't tokenise a text that begins {text[:40]!r}"):
+        with blame(f"{self.file}: can't tokenise a text that begins {text[:40]!r}"):
             return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def encode_marked(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Return the ids of a text in which special tokens are tokens, and the characters of each, the end excluded."""
-        with blame(f"{self._file}: can't tokenise a text that begins {text[:40]!r}"):
+        with blame(f"{self.file}: can't tokenise a text that begins {text[:40]!r}"):
             self._tokenizer.encode_special_tokens = False
             try:
                 encoding = self._tokenizer.encode(text, add_special_tokens=False)
@@ -154,17 +154,21 @@ class FileTokenizer:
         return re.compile("(" + "|".join(map(re.escape, longest_first)) + ")")
 
     def decode(self, ids: list[int]) -> str:
-        with blame(f"{self._file}: can't make a text of {len(ids):,} ids"):
+        with blame(f"{self.file}: can't make a text of {len(ids):,} ids"):
             return self._tokenizer.decode(ids, skip_special_tokens=True)
 
     def decode_all(self, ids: list[int]) -> str:
         """Return the text of ids with special tokens spelt out."""
-        with blame(f"{self._file}: can't make a text of {len(ids):,} ids"):
+        with blame(f"{self.file}: can't make a text of {len(ids):,} ids"):
             return self._tokenizer.decode(ids, skip_special_tokens=False)
 
     def vocabulary(self) -> dict[str, int]:
         """Return the ids of the tokens that text is made of, without added ones."""
         return self._tokenizer.get_vocab(with_added_tokens=False)
+
+    def text_of(self, number: int) -> str | None:
+        """Return the token with an id as the vocabulary spells it, None if no token has it."""
+        return self._tokenizer.id_to_token(number)
 
     def added_tokens(self) -> dict[int, tokenizers.AddedToken]:
         """Return the added tokens by id, the special ones among them."""

@@ -116,7 +116,7 @@ def read_templates(folder: Path) -> dict[str, str]:
     return found
 
 
-def read_ends(folder: Path) -> set[int]:
+def read_ends(folder: Path) -> list[int]:
     """Return the ids of the tokens that end what a model says, by `eos_token_id` of a folder's generation_config.json.
 
     Raises UserError if it is neither an id nor a list of ids.
@@ -124,12 +124,12 @@ def read_ends(folder: Path) -> set[int]:
     file = folder / "generation_config.json"
     with refuse_unreadable(str(file)):
         if not file.is_file():
-            return set()
+            return []
         listed = read_json(file, dict[str, Any]).get("eos_token_id")
     ids = listed if isinstance(listed, list) else [] if listed is None else [listed]
     if wrong := [x for x in ids if type(x) is not int]:
         raise UserError(f"{file}: eos_token_id holds {wrong[0]!r:.80}, which is no token's id")
-    return set(ids)
+    return ids
 
 
 def named_tokens(config: TokenizerConfig) -> dict[str, str]:

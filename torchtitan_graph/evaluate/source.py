@@ -14,8 +14,8 @@ from torchtitan_graph.config import JobConfig, load
 from torchtitan_graph.config.job import OPTIONS, is_set, put
 from torchtitan_graph.config.resolve import COMMAND_LINE
 from torchtitan_graph.data.open_corpus import near_path
-from torchtitan_graph.data.tokenizer import find_assets
 from torchtitan_graph.errors import UserError, listed
+from torchtitan_graph.open_model import find_files
 from torchtitan_graph.patience import refuse_unreadable
 
 # Options of a run that say how it trained, not what it computes. An evaluation has its own, from the command line.
@@ -64,7 +64,7 @@ def open_source(where: Path, step: str, sets: Sequence[str], words: Sequence[str
                 put(config, key, deepcopy(option.default))
         if config.training.format == "preference":  # what is evaluated are texts: their columns tell
             config.training.format, config.training.columns = None, {}
-        _find_assets_from(weights, config)
+        find_files(config, weights / CONFIG)
     config.training.seq_len = config.validation.seq_len  # no row is of another length
     _choose_sets(config, sets)
     if config.parallelism.pipeline_parallel_degree > 1:
@@ -98,14 +98,6 @@ def _config_of(checkpoint: Path, where: Path) -> Path:
     raise UserError(
         f"{where}: holds neither a run, with its {CONFIG} and checkpoints, nor a Hugging Face folder's config.json"
     )
-
-
-def _find_assets_from(checkpoint: Path, config: JobConfig) -> None:
-    """Find the tokenizer's folder of a run that was started in another working directory: perhaps a folder above."""
-    path = config.model.hf_assets_path
-    if path and not find_assets(path).exists():
-        above = (folder / path for folder in checkpoint.resolve().parents)
-        config.model.hf_assets_path = str(next(filter(Path.exists, above), path))
 
 
 def _choose_sets(config: JobConfig, sets: Sequence[str]) -> None:

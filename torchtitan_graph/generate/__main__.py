@@ -40,7 +40,7 @@ from torchtitan_graph.parallel.agree import on_rank_0
 from torchtitan_graph.parallel.gather import gathered_for_forward
 from torchtitan_graph.parallel.join import join
 from torchtitan_graph.parallel.layout import ParallelDims
-from torchtitan_graph.small_files import parse_json, read_json, read_text
+from torchtitan_graph.small_files import parse_json, read_text
 
 MOST_BYTES = 256 * 2**20  # of a file of prompts
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -123,7 +123,7 @@ def main(argv: Sequence[str]) -> int:
             stack.enter_context(gathered_for_forward(opened.model, opened.model.blocks, dtype, devices.device()))
         how = _how(options, opened)
         if options.chat:
-            Chat(opened.model, opened.tokenizer, how, devices.device()).run(options.system)
+            Chat(opened.model, opened.reading, how, devices.device()).run(options.system)
             return 0
         prompts = on_rank_0(partial(_prompts, options, opened.tokenizer))
         check_length(opened.model, [prompt.tokens for prompt in prompts], options.max_new_tokens)
@@ -146,26 +146,12 @@ def _join(options: argparse.Namespace, stack: ExitStack) -> ParallelDims | None:
 
 def _how(options: argparse.Namespace, opened: Opened) -> Options:
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
-    ends = frozenset() if options.ignore_eos else ends_of(opened)
+    ends = frozenset() if options.ignore_eos else frozenset(opened.ends())
     why = None if options.no_cache else why_no_cache(opened.model)
     if why is not None:
         logger.warning(f"no cache of keys and values: {why}; each token runs the model on the whole text")
     cache, stops, tp = not options.no_cache, tuple(options.stop), options.tensor_parallel_degree
     return Options(sampling, options.max_new_tokens, ends, stops, cache, tp)
-
-
-def ends_of(opened: Opened) -> frozenset[int]:
-    """Return the tokens that end a text: the tokenizer's, and those of generation_config.json."""
-    found = {opened.tokenizer.eos_id}
-    for folder in {opened.assets, opened.weights} - {None}:
-        file = folder / "generation_config.json"  # type: ignore[operator]
-        if file.is_file():
-            listed = read_json(file, dict[str, Any]).get("eos_token_id")
-            ids = listed if isinstance(listed, list) else [] if listed is None else [listed]
-            if wrong := [x for x in ids if type(x) is not int]:
-                raise UserError(f"{file}: eos_token_id holds {wrong[0]!r:.80}, which is no token's id")
-            found |= set(ids)
-    return frozenset(found)
 
 
 def _prompts(options: argparse.Namespace, tokenizer: Tokenizer) -> list[Prompt]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import sys
 from collections.abc import Iterator
@@ -10,19 +11,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchtitan_graph.data.chat import ChatTemplate
-from torchtitan_graph.data.tokenizer import FileTokenizer, Tokenizer
+from torchtitan_graph.data.forms import RowFormat
+from torchtitan_graph.data.tokenizer import FileTokenizer
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.generate.generation import Options, generate
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.parallel.agree import on_rank_0
 
 HELP = "/reset begins anew, /system TEXT sets the system prompt and begins anew, Ctrl-C stops an answer, Ctrl-D ends"
-_ANSWER = "Good."  # of a small conversation, to see what ends an answer
 
 
 class Chat:
-    """A conversation, rendered for the model by its tokenizer's chat template.
+    """A conversation, rendered for the model by the chat template that it was trained with, or its tokenizer's.
 
     On several ranks all run it together: rank 0 reads and prints.
 
@@ -30,11 +30,10 @@ class Chat:
         UserError: the tokenizer has no chat template.
     """
 
-    def __init__(self, model: Decoder, tokenizer: Tokenizer, options: Options, device: torch.device):
-        self._template = ChatTemplate(tokenizer, date=datetime.date.today().isoformat())
-        assert isinstance(tokenizer, FileTokenizer), "ChatTemplate refuses others"
-        self._model, self._tokenizer, self._device = model, tokenizer, device
-        self._options = options.ending_with(self._end_of_answer())
+    def __init__(self, model: Decoder, reading: RowFormat, options: Options, device: torch.device):
+        self._template = dataclasses.replace(reading, chat_date=datetime.date.today().isoformat()).template
+        assert isinstance(reading.tokenizer, FileTokenizer), "others have no template"
+        self._model, self._tokenizer, self._device, self._options = model, reading.tokenizer, device, options
         self._messages: list[dict[str, Any]] = []
 
     def run(self, system: str = "") -> None:
@@ -72,17 +71,6 @@ class Chat:
         tokens, _ = self._tokenizer.encode_marked(text)  # the template has written the tokens that begin a text
         for step in generate(self._model, self._tokenizer, [tokens], self._options, self._device):
             yield step[0][1]
-
-    def _end_of_answer(self) -> list[int]:
-        """Return the token that a template writes after an answer, if it is a special one: a model's files don't always
-        name it."""
-        question = [{"role": "user", "content": "Hello."}]
-        try:
-            whole, _ = self._template.render([*question, {"role": "assistant", "content": _ANSWER}])
-        except UserError:
-            return []
-        tokens, _ = self._tokenizer.encode_marked(whole.rpartition(_ANSWER)[2])
-        return tokens[:1] if tokens and not self._tokenizer.decode(tokens[:1]) else []
 
 
 def _read() -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -33,10 +33,6 @@ class Options:
     stops: tuple[str, ...] = ()
     cache: bool = True
     multiple: int = 1
-
-    def ending_with(self, tokens: Iterable[int]) -> Options:
-        """Return these options, with more tokens that end a text."""
-        return dataclasses.replace(self, ends=self.ends | frozenset(tokens))
 
     def in_parts(self, degree: int) -> Options:
         """Return these options for tensor parallelism of a degree."""

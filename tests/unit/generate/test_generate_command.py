@@ -17,6 +17,7 @@ from torchtitan_graph.generate import chat as chat_module
 from torchtitan_graph.generate.__main__ import main
 from torchtitan_graph.models import llama3
 from torchtitan_graph.models.hf import from_hf, to_hf
+from torchtitan_graph.open_model import open_model
 
 TOKENIZER = Path(__file__).parents[2] / "assets" / "tokenizer"
 SHORT = ["--max_new_tokens", "6"]
@@ -192,7 +193,7 @@ def test_an_answer_can_be_stopped_and_one_that_fails_is_forgotten(
 
 
 def test_an_answer_ends_at_the_token_that_the_template_writes_after_one(chatting: Path) -> None:
-    model, tokenizer = from_hf(chatting), load_tokenizer(str(chatting))
     (chatting / "chat_template.jinja").write_text(TEMPLATE.replace("{{ eos_token }}", "{{ bos_token }}"))
-    ends = chat_module.Chat(model, tokenizer, Options(ends=frozenset([7])), torch.device("cpu"))._options.ends
-    assert ends == {7, tokenizer.bos_id}
+    (chatting / "generation_config.json").write_text('{"eos_token_id": 7}')
+    opened = open_model(chatting)
+    assert opened.ends() == [7, opened.tokenizer.bos_id, opened.tokenizer.eos_id]

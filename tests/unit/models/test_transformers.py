@@ -18,7 +18,7 @@ from torchtitan_graph.config import load
 from torchtitan_graph.device import Target
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.models import transformers as family
-from torchtitan_graph.models.hf import check_weights, choose_model, load_weights, save_weights
+from torchtitan_graph.models.hf import asset_files, check_weights, choose_model, load_weights, save_weights
 from torchtitan_graph.models.layers.init import Constant, Drawn, allocate
 from torchtitan_graph.models.layers.moe import AuxiliaryLoss, ExpertTraining, set_up_experts
 from torchtitan_graph.models.spec import build_model, tiny_config
@@ -504,7 +504,7 @@ def test_a_folders_code_runs_if_the_user_says_so(own_code: Path, tmp_path: Path)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(0.1 * torch.randn(parameter.shape))
-    save_weights(model, family, tmp_path / "saved", assets=own_code)
+    save_weights(model, family, tmp_path / "saved", files=asset_files(own_code))
     stock = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", trust_remote_code=True, dtype=torch.float32)
     tokens_BL = torch.randint(VOCAB, (2, 9))
     with torch.no_grad():

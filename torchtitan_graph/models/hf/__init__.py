@@ -11,6 +11,7 @@ from torch import nn
 
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.models.hf.architecture import choose_model, new_model, own_attention
+from torchtitan_graph.models.hf.assets import asset_files, config_keys
 from torchtitan_graph.models.hf.peft import check_adapter, check_exportable, load_adapter, save_adapter
 from torchtitan_graph.models.hf.read import check_weights, load_weights
 from torchtitan_graph.models.hf.write import save_weights
@@ -19,6 +20,7 @@ from torchtitan_graph.models.layers.init import allocate
 
 __all__ = [
     "allocate",
+    "asset_files",
     "check_adapter",
     "check_exportable",
     "check_weights",
@@ -57,12 +59,16 @@ def from_hf(
 def to_hf(
     model: nn.Module, path: str | Path, dtype: torch.dtype | None = None, *, assets: str | Path | None = None
 ) -> None:
-    """Write a model as a new folder that transformers loads; `dtype` and `assets` as for `save_weights`.
+    """Write a model as a new folder that transformers loads; `dtype` as for `save_weights`.
+
+    assets: the folder of a tokenizer, which is copied with its templates and generation_config.json.
 
     Raises:
         UserError: `path` is not empty, or the model is of no family with `HF_KEYS`.
     """
-    save_weights(model, _module_of(model), Path(path), dtype=dtype, assets=Path(assets) if assets else None)
+    files = asset_files(Path(assets)) if assets else {}
+    config = config_keys(Path(assets)) if assets else {}
+    save_weights(model, _module_of(model), Path(path), dtype=dtype, files=files, config=config)
 
 
 def _module_of(model: nn.Module) -> ModuleType:

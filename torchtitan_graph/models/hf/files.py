@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -133,13 +133,18 @@ class NewFolder:
     def write_tensors(self, name: str, tensors: dict[str, Tensor]) -> None:
         save_file(tensors, self.tmp / name, metadata={"format": "pt"})  # transformers refuses a file without it
 
-    def copy(self, files: Iterable[Path]) -> None:
-        for file in files:
-            shutil.copyfile(file, self.tmp / file.name)
+    def write_files(self, files: Mapping[str, bytes | Path]) -> None:
+        """Write files by their names, which may be in a folder: these bytes, or a copy of another file."""
+        for name, content in files.items():
+            (self.tmp / name).parent.mkdir(exist_ok=True)
+            if isinstance(content, Path):
+                shutil.copyfile(content, self.tmp / name)
+            else:
+                (self.tmp / name).write_bytes(content)
 
     def commit(self) -> None:
         """Flush everything to disk, and rename the folder to its final name."""
-        for file in (*self.tmp.iterdir(), self.tmp):
+        for file in (*self.tmp.rglob("*"), self.tmp):
             small_files.sync(file)
         if self.path.exists():
             os.rename(self.path, self.old)

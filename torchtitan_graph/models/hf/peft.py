@@ -17,9 +17,11 @@ from torch import Tensor, nn
 from torchtitan_graph.config import job
 from torchtitan_graph.errors import UserError, listed
 from torchtitan_graph.log import logger
+from torchtitan_graph.models.hf.assets import Content
 from torchtitan_graph.models.hf.files import Folder, NewFolder, read_json
 from torchtitan_graph.models.hf.places import Place, live_tensors, stored_as
 from torchtitan_graph.models.hf.read import check_tensors
+from torchtitan_graph.models.hf.write import NONE
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.models.layers.lora import adapters_of
 from torchtitan_graph.models.layers.stored import Stored
@@ -79,6 +81,7 @@ def save_adapter(
     *,
     dtype: torch.dtype | None = None,
     base: str | None = None,
+    files: Mapping[str, Content] = NONE,
     replace: bool = False,
 ) -> None:
     """Write a model's adapters as the folder `path`, atomically; all ranks together.
@@ -86,6 +89,7 @@ def save_adapter(
     Args:
         dtype: of the files; None leaves the parameters'.
         base: the base model's folder or name, for readers.
+        files: other files of the folder by name, as the tokenizer's; rank 0 reads them.
         replace: replace an existing folder.
 
     Raises:
@@ -104,6 +108,7 @@ def save_adapter(
         folder = NewFolder(path, replace)
         folder.write_json(CONFIG, _config(model, family, places, base))
         folder.write_tensors(WEIGHTS, tensors)
+        folder.write_files(files)
         folder.commit()
 
     on_rank_0(write)

@@ -6,9 +6,10 @@ All ranks take part; rank 0 gathers one tensor after the other and writes. It ho
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import torch
@@ -16,7 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.models.hf.files import INDEX, SINGLE, NewFolder, num_bytes, read_json
+from torchtitan_graph.models.hf.assets import Content
+from torchtitan_graph.models.hf.files import INDEX, SINGLE, NewFolder, num_bytes
 from torchtitan_graph.models.hf.places import Place, live_tensors, places
 from torchtitan_graph.models.layers.lora import Adapter, adapters_of, merged
 from torchtitan_graph.models.layers.stored import Stored
@@ -25,14 +27,7 @@ from torchtitan_graph.parallel.agree import on_rank_0
 from torchtitan_graph.parallel.chunk import gather_whole
 
 FILE_BYTES = 5 * 10**9
-
-# Copied from a folder of assets: the tokenizer, generation's defaults, and config.json's keys other than the
-# architecture.
-ASSETS = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.model", "vocab.json"),
-    *("merges.txt", "chat_template.jinja", "generation_config.json"),
-)
-CONFIG_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")
+NONE: Mapping[str, Any] = MappingProxyType({})
 
 
 def save_weights(
@@ -41,7 +36,8 @@ def save_weights(
     path: Path,
     *,
     dtype: torch.dtype | None = None,
-    assets: Path | None = None,
+    files: Mapping[str, Content] = NONE,
+    config: Mapping[str, Any] = NONE,
     replace: bool = False,
     file_bytes: int = FILE_BYTES,
 ) -> None:
@@ -50,7 +46,8 @@ def save_weights(
 
     Args:
         dtype: the parameters' dtype; None leaves it. Buffers keep theirs.
-        assets: a folder whose tokenizer, and whose config.json's token numbers, are copied.
+        files: other files of the folder by name, as the tokenizer's; rank 0 reads them.
+        config: keys of config.json that are not the architecture.
         replace: replace an existing folder.
         file_bytes: a larger model is split into files of about this size.
 
@@ -61,12 +58,12 @@ def save_weights(
     if not hasattr(family, "to_hf_config"):
         raise UserError(f"{family.__name__} defines no to_hf_config, which a config.json is written by: see llama3.py")
     units, adapters = _units(family, model, dtype), adapters_of(model)
-    files = _pack(units, file_bytes)
-    names = [f"model-{i + 1:05}-of-{len(files):05}.safetensors" for i in range(len(files))] if files[1:] else [SINGLE]
+    packs = _pack(units, file_bytes)
+    names = [f"model-{i + 1:05}-of-{len(packs):05}.safetensors" for i in range(len(packs))] if packs[1:] else [SINGLE]
     writer = _Writer(path, replace)
     is_writer = not dist.is_initialized() or dist.get_rank() == 0
     on_rank_0(writer.begin)
-    for name, content in zip(names, files, strict=True):
+    for name, content in zip(names, packs, strict=True):
         for unit in content:
             found = unit.gather(model, adapters)
             if is_writer:
@@ -74,12 +71,12 @@ def save_weights(
         on_rank_0(functools.partial(writer.write, name))
 
     def finish() -> None:
-        if len(files) > 1:
+        if len(packs) > 1:
             writer.write_index(sum(unit.num_bytes for unit in units))
-        writer.folder.write_json("config.json", _config(family, model, units, assets))
-        writer.folder.copy(assets / name for name in ASSETS if assets is not None and (assets / name).is_file())
+        writer.folder.write_json("config.json", {**family.to_hf_config(model.config), **config, **_dtype(units)})
+        writer.folder.write_files(files)
         if code := getattr(model.config, "code", ""):  # without it the folder's model can't be built
-            writer.folder.copy(sorted(Path(code).glob("*.py")))
+            writer.folder.write_files({file.name: file for file in sorted(Path(code).glob("*.py"))})
         writer.folder.commit()
 
     on_rank_0(finish)
@@ -206,11 +203,11 @@ def _pack(units: list[_Unit], file_bytes: int) -> list[list[_Unit]]:
     return files
 
 
-def _config(family: ModuleType, model: nn.Module, units: list[_Unit], assets: Path | None) -> dict[str, Any]:
-    content = dict(family.to_hf_config(model.config))
-    if assets is not None and (assets / "config.json").is_file():
-        theirs = read_json(assets / "config.json")
-        content |= {key: theirs[key] for key in CONFIG_KEYS if key in theirs}
-    first = units[0]
-    content["torch_dtype"] = str(first.dtype_of(first.parts[0])).removeprefix("torch.")
-    return content
+def _dtype(units: list[_Unit]) -> dict[str, str]:
+    """Return the keys of config.json that say the dtype of most weights, by its new name and its old one."""
+    num_elements: Counter[str] = Counter()
+    for unit in units:
+        for place in unit.parts:
+            num_elements[str(unit.dtype_of(place)).removeprefix("torch.")] += place.tensor.numel()
+    ((most, _),) = num_elements.most_common(1)
+    return {"dtype": most, "torch_dtype": most}

@@ -6,11 +6,13 @@ from pathlib import Path
 import torch
 
 from torchtitan_graph.checkpoint import load_model, newest_below
+from torchtitan_graph.data.forms import RowFormat
+from torchtitan_graph.data.tokenizer import load_tokenizer
 from torchtitan_graph.delivery import deliver
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import init_logging, logger
-from torchtitan_graph.models.hf import allocate, save_adapter, save_weights
-from torchtitan_graph.open_model import describe, describe_hf
+from torchtitan_graph.models.hf import allocate, new_model, save_adapter, save_weights
+from torchtitan_graph.open_model import describe
 from torchtitan_graph.optim import AVERAGE
 
 
@@ -37,15 +39,17 @@ def main() -> None:
             raise UserError(f"{options.checkpoint}: there is no such folder")
         checkpoint = newest_below(options.checkpoint)
         if options.like is not None:
-            described = describe_hf(options.like)._replace(base=str(options.like.absolute()))
+            family, model = new_model(options.like)
+            is_there = (options.like / "tokenizer.json").is_file()
+            reading = RowFormat(load_tokenizer(str(options.like)) if is_there else None)
+            assets, base = options.like, str(options.like.absolute())
         else:
-            described = describe(checkpoint, options.config)
-        family, model = described.family, described.model
-        delivery = deliver(described.reading, described.assets)
+            family, model, reading, assets, base = describe(checkpoint, options.config)
+        delivery = deliver(reading, assets)
         allocate(model, getattr(torch, options.dtype))
         load_model(checkpoint, model, instead=AVERAGE if options.average else None)
         if options.adapter:
-            save_adapter(model, family, options.out, base=described.base, files=delivery.files)
+            save_adapter(model, family, options.out, base=base, files=delivery.files)
         else:
             save_weights(model, family, options.out, files=delivery.files, config=delivery.config)
         logger.info(f"saved {options.out}: weights in {options.dtype}; {delivery.summary}")

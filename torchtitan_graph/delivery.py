@@ -42,18 +42,20 @@ def deliver(reading: RowFormat, assets: Path | None) -> Delivery:
     one that was trained with, and generation_config.json lists all tokens that end a text in `eos_token_id`.
 
     Args:
+        reading: how texts were read; without a tokenizer, files are those of `assets`.
         assets: the folder of the base model, or its tokenizer.json alone; None where bytes are the tokens.
 
     Raises:
         UserError: one of the files can't be read.
     """
     tokenizer = reading.tokenizer
-    assert tokenizer is not None, "a model of tokens"
-    files: dict[str, Content] = {}
     folder = assets if assets is not None and assets.is_dir() else None  # a tokenizer.json alone describes no model
     config = {} if folder is None else config_keys(folder)
+    files = {} if folder is None else asset_files(folder)
+    if tokenizer is None:
+        return Delivery(files, config, "no tokenizer")
     if isinstance(tokenizer, FileTokenizer):
-        files |= tokenizer_files(tokenizer.folder) | ({} if folder is None else asset_files(folder))
+        files |= tokenizer_files(tokenizer.folder)
         files[_TOKENIZER] = tokenizer.file
         files |= _templates(reading, files)
         files[_TOKENIZER_CONFIG] = _tokenizer_config(tokenizer, has_template(reading))

@@ -77,7 +77,7 @@ def base_of(job: JobConfig) -> str | None:
 
 
 def _templates(reading: RowFormat, files: dict[str, Content]) -> dict[str, Content]:
-    """Return the chat templates as files; take out those that are not what was trained with."""
+    """Return the chat templates as files, with the arguments of training; take others out of `files`."""
     if not has_template(reading):
         return {}
     for name in [name for name in files if name == TEMPLATE or name.startswith(MORE_TEMPLATES)]:
@@ -86,12 +86,18 @@ def _templates(reading: RowFormat, files: dict[str, Content]) -> dict[str, Conte
     texts = read_templates(reading.tokenizer.folder)
     if reading.chat_template is not None:
         texts.pop("tool_use", None)  # what was trained with rendered conversations with tools, too
-    texts |= reading.template.templates
+    defaults = "".join(_default(name, value) for name, value in reading.chat_template_kwargs.items())
+    texts |= {name: defaults + text for name, text in reading.template.templates.items()}
     if wrong := [name for name in texts if not re.fullmatch(r"[\w.-]+", name)]:
         raise UserError(f"{reading.tokenizer.folder}: {wrong[0]!r:.80} can't be the name of a chat template: no file")
     return {
         TEMPLATE if name == "default" else f"{MORE_TEMPLATES}/{name}.jinja": x.encode() for name, x in texts.items()
     }
+
+
+def _default(name: str, value: Any) -> str:
+    """Return the line of a template that gives an argument the value of training, where a caller gives none."""
+    return f"{{%- if {name} is not defined %}}{{% set {name} = {value!a} %}}{{% endif %}}\n"  # the newline is trimmed
 
 
 def _tokenizer_config(tokenizer: FileTokenizer, has_files: bool) -> Content:

@@ -20,14 +20,13 @@ TEMPLATE = (
 )
 SAID = {"please pour some tea": "i pour the tea for you", "brew milk": "there is no milk, and it is late"}
 SPECIAL = ["<s>", "<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-END, DOCUMENT, LISTED = 3, 1, 7
 # Each with the flavour that has all kinds of its layers.
 FAMILIES = {
     "llama3": "debugmodel", "qwen3": "debugmodel", "qwen3 moe": "debugmodel_moe", "deepseek_v3": "debugmodel",
     "gpt_oss": "debugmodel", "llama4": "debugmodel",
 }  # fmt: skip
 LEARN = [
-    *("--training.steps", "60", "--training.seq_len", "128", "--training.local_batch_size", "2"),
+    *("--training.steps", "40", "--training.seq_len", "128", "--training.local_batch_size", "2"),
     *("--training.global_batch_size", "2", "--lr_scheduler.warmup_steps", "5", "--optimizer.lr", "1e-2"),
     *("--training.mixed_precision_param", "float32", "--checkpoint.initial_load_in_hf", "--checkpoint.interval=999"),
 ]
@@ -100,7 +99,7 @@ def test_an_export_answers_in_transformers_as_in_our_chat(
     write_base(name, tmp_path / "base")
     family = name.partition(" ")[0]
     output = fine_tune(tmp_path, f"--model.name={family}", "--checkpoint.last_save_in_hf")
-    export = tmp_path / "run" / "checkpoint" / "step-60-hf"
+    export = tmp_path / "run" / "checkpoint" / "step-40-hf"
     said = f"saved {export}: weights in float32; {tmp_path / 'a.jinja'}; texts end at "
     assert said in output and "'<|im_end|>' (3), '<|endoftext|>' (1)" in output
 

@@ -32,7 +32,7 @@ def messages_of(found: Any, where: str, learnable: Collection[str] = ("assistant
 
     Raises BadRow for anything else.
     """
-    if isinstance(found, str):
+    if isinstance(found, str) and found.lstrip().startswith("["):
         found = parse_list(found, where, "messages")
     if not isinstance(found, list) or not found:
         raise BadRow("no_value", f"{where}: a conversation is a list of messages, not {_said(found)}")

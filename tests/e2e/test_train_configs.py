@@ -17,6 +17,7 @@ RANKS = {
     "llama3_1b": 8,
     "llama3_3b": 8,
     "llama3_8b": 8,
+    "llama3_8b_qlora": 1,
     "llama3_70b": 128,
     "llama3_405b": 512,
     "llama4_debug": 2,

@@ -252,6 +252,12 @@ class Muon:
     momentum: float = option(0.95, "Decay of the running mean of the gradients.", minimum=0, below=1)
     nesterov: bool = option(True, "Nesterov momentum.")
     ns_steps: int = option(5, "Steps of the Newton-Schulz iteration.", minimum=1, maximum=99)
+    ns_dtype: str = option(
+        "bfloat16",
+        "dtype of that iteration, and of the messages for it. bfloat16 magnifies the last bits of gradients, which"
+        " differ between numbers of ranks.",
+        choices=("bfloat16", "float32"),
+    )
 
 
 @dataclass

@@ -37,16 +37,21 @@ class Muon(torch.optim.Optimizer):
         nesterov: bool,
         ns_steps: int,
         adjust_lr: str,
+        ns_dtype: torch.dtype = torch.bfloat16,
     ) -> None:
-        """Take groups that say whether they are of matrices; `plan` has to be called before the first step."""
+        """Take groups that say whether they are of matrices; `plan` has to be called before the first step.
+
+        ns_dtype: of the Newton-Schulz iteration; parameters in fp64 are computed in that.
+        """
         own = dict(momentum=momentum, nesterov=nesterov, ns_steps=ns_steps, adjust_lr=adjust_lr)
         adamw = dict(betas=betas, eps=eps, decoupled_weight_decay=True, fused=True, foreach=False)
         super().__init__(params, dict(lr=lr, weight_decay=weight_decay, **own, **adamw))
         self._plan: Plan | None = None
+        self._ns_dtype = ns_dtype
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy has too."""
-        return {**super().__getstate__(), "_plan": self._plan}
+        return {**super().__getstate__(), "_plan": self._plan, "_ns_dtype": self._ns_dtype}
 
     def plan(self) -> None:
         """Decide which rank computes what. All ranks call it together, when the parameters are laid out."""
@@ -63,7 +68,7 @@ class Muon(torch.optim.Optimizer):
         for group in self.param_groups:
             if not group["is_matrix"]:
                 step_adam(group["params"], self.state, group, found_inf)
-        _Step(self._matrices(), self.state, self._plan, found_inf).take()
+        _Step(self._matrices(), self.state, self._plan, self._ns_dtype, found_inf).take()
 
 
 class _Step:
@@ -74,8 +79,10 @@ class _Step:
         matrices: list[tuple[Tensor, dict[str, Any]]],
         state: Mapping[Tensor, Mapping[str, Tensor]],
         plan: Plan,
+        ns_dtype: torch.dtype,
         found_inf: Tensor | None,
     ) -> None:
+        self._ns_dtype = ns_dtype
         self._plan, self._groups, self._stops = plan, [group for _, group in matrices], found_inf
         groups = {id(group): group for group in self._groups}
         self._rates = {key: _number(group["lr"]) for key, group in groups.items()}
@@ -111,7 +118,10 @@ class _Step:
 
     def _send(self, units: list[Unit]) -> Round:
         shard = self._shards[units[0].parameter]
-        return Round(self._plan, units, _dtype_of_products(shard.dtype), self._place(shard), self._direction)
+        return Round(self._plan, units, self._dtype_of_products(shard), self._place(shard), self._direction)
+
+    def _dtype_of_products(self, shard: Tensor) -> torch.dtype:
+        return torch.float64 if shard.dtype == torch.float64 else self._ns_dtype
 
     def _place(self, shard: Tensor) -> torch.device | str:
         """Return the device of products and messages: the mesh's, where shards rest on the host."""
@@ -125,7 +135,7 @@ class _Step:
         momentum, gradient = _widened(piece.of_shard(momentum), piece.of_shard(gradient))
         direction = gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
         shard = self._shards[number]
-        return direction.to(self._place(shard), _dtype_of_products(shard.dtype))
+        return direction.to(self._place(shard), self._dtype_of_products(shard))
 
     def _orthogonalized(self, number: int, whole: Tensor) -> Tensor:
         return orthogonalize(whole, self._groups[number]["ns_steps"])
@@ -162,10 +172,6 @@ def _ratio(adjust_lr: str, rows: int, columns: int) -> float:
         return math.sqrt(max(1, rows / columns))
     assert adjust_lr == "match_rms_adamw", adjust_lr
     return 0.2 * math.sqrt(max(rows, columns))
-
-
-def _dtype_of_products(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.bfloat16
 
 
 def _widened(momentum: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:

@@ -79,6 +79,7 @@ def check_optimizer(model: nn.Module, config: job.Optimizer, in_part: bool = Fal
     elif config.name == "Muon":
         own = config.muon
         further = dict(momentum=own.momentum, nesterov=own.nesterov, ns_steps=own.ns_steps, adjust_lr=own.adjust_lr)
+        further["ns_dtype"] = getattr(torch, own.ns_dtype)
     else:
         further = {"fused": config.implementation == "fused", "foreach": config.implementation == "foreach"}
         if config.state_dtype is not None:

@@ -12,7 +12,7 @@ from torchtitan_graph.config import job
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.models.spec import load_family, tiny_config
 from torchtitan_graph.optim import build_optimizer
-from torchtitan_graph.optim.muon import matrices_of, orthogonalize
+from torchtitan_graph.optim.muon import Muon, matrices_of, orthogonalize
 from torchtitan_graph.optim.owners import _balanced, _candidates
 from torchtitan_graph.parallel.chunk import box_of
 
@@ -160,3 +160,38 @@ def test_the_work_is_balanced() -> None:
     candidates = _candidates(((8, 8), (Shard(0),), (4,))) * 10
     owners = _balanced(candidates, 4)
     assert sorted(owners.count(rank) for rank in range(4)) == [2, 2, 3, 3]
+
+
+def test_rounding_of_a_gradient_is_magnified_by_bfloat16_alone() -> None:
+    """Other numbers of ranks add a gradient in another order; in bfloat16 some numbers then round to another one."""
+    torch.manual_seed(0)
+    gradient = torch.randn(64, 96)
+    other = gradient.clone()
+    gradient[0, 0], other[0, 0] = 1 + 2**-8 - 1e-6, 1 + 2**-8 + 1e-6  # next to where bfloat16 rounds up
+
+    def moved(dtype: torch.dtype) -> float:
+        own, found = (orthogonalize(x.to(dtype), 5).double() for x in (gradient, other))
+        return float((own - found).norm() / own.norm())
+
+    assert moved(torch.float32) < 1e-5
+    assert moved(torch.bfloat16) > 1e-4
+
+
+def test_the_iteration_may_be_in_float32() -> None:
+    updates = []
+    for dtype in ("bfloat16", "float32"):
+        model = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(8, 16, bias=False)])})
+        torch.manual_seed(0)
+        weight = model["layers"][0].weight
+        weight.data = torch.randn(16, 8)
+        before, weight.grad = weight.detach().clone(), torch.randn(16, 8)
+        optimizer = Muon(
+            [{"params": [weight], "is_matrix": True}], lr=1.0, weight_decay=0.0, betas=(0.9, 0.95), eps=1e-8,
+            momentum=0.0, nesterov=False, ns_steps=5, adjust_lr="original", ns_dtype=getattr(torch, dtype),
+        )  # fmt: skip
+        optimizer.state[weight]["momentum_buffer"] = torch.zeros(16, 8)
+        optimizer.plan()
+        optimizer.step()
+        updates.append((before - weight.detach()) / 2**0.5)
+        assert torch.allclose(updates[-1], orthogonalize(weight.grad.to(getattr(torch, dtype)), 5).float(), atol=1e-6)
+    assert not torch.equal(*updates)

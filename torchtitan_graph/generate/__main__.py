@@ -12,6 +12,7 @@ torchrun it is sharded over all ranks, as FSDP does, or by --tensor_parallel_deg
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime
 import json
 import os
@@ -27,6 +28,7 @@ import torch.distributed as dist
 
 from torchtitan_graph import device as devices
 from torchtitan_graph.command import command, make_parser, run_command
+from torchtitan_graph.config.load import add_option
 from torchtitan_graph.data.tokenizer import Tokenizer
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.generate.chat import HELP, Chat
@@ -64,6 +66,7 @@ def parser() -> argparse.ArgumentParser:
     add("--prompts", metavar="FILE", help=lines)
     add("--chat", action="store_true", help=f"talk with the model, by its tokenizer's chat template: {HELP}")
     add("--system", default="", metavar="TEXT", help="with --chat: the system prompt")
+    add_option(made, "training.chat_template_kwargs")
     most = "stop after so many (default 100; with --chat 1000)"
     add("--max_new_tokens", type=int, metavar="N", help=most)
     add("--temperature", type=float, default=0.0, help="0 takes the likeliest token (default 0)")
@@ -101,6 +104,8 @@ def check(options: argparse.Namespace) -> None:
         is_given["--num_samples"] = options.num_samples > 1
         if others := [name for name, x in is_given.items() if x]:
             raise UserError(f"--chat reads what is said from the terminal: leave out {', '.join(others)}")
+    elif options.chat_template_kwargs:
+        raise UserError("--chat_template_kwargs: are arguments of the template of --chat; add that")
     elif options.system:
         raise UserError("--system: is the system prompt of --chat; add that, or write it into the prompt")
     if "" in options.stop:
@@ -123,7 +128,9 @@ def main(argv: Sequence[str]) -> int:
             stack.enter_context(gathered_for_forward(opened.model, opened.model.blocks, dtype, devices.device()))
         how = _how(options, opened)
         if options.chat:
-            Chat(opened.model, opened.reading, how, devices.device()).run(options.system)
+            given = {**opened.reading.chat_template_kwargs, **options.chat_template_kwargs}
+            reading = dataclasses.replace(opened.reading, chat_template_kwargs=given)
+            Chat(opened.model, reading, how, devices.device()).run(options.system)
             return 0
         prompts = on_rank_0(partial(_prompts, options, opened.tokenizer))
         check_length(opened.model, [prompt.tokens for prompt in prompts], options.max_new_tokens)

@@ -4,6 +4,7 @@ import importlib.util
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from templates import CHATML, GPT_OSS, QWEN3
 from tokenizers import AddedToken, Tokenizer
@@ -12,9 +13,13 @@ from transformers import PreTrainedTokenizerFast
 from torchtitan_graph.data.chat import ChatTemplate
 from torchtitan_graph.data.document import Contexts
 from torchtitan_graph.data.forms import RowFormat
+from torchtitan_graph.data.open_corpus import open_corpus
+from torchtitan_graph.data.packing import Cursor, Packing, in_words, open_lane
+from torchtitan_graph.data.shards import Shards, write_shards
 from torchtitan_graph.data.tokenizer import load_tokenizer
 from torchtitan_graph.errors import UserError
 
+TRL = importlib.util.find_spec("trl") is not None
 _spec = importlib.util.spec_from_file_location("chat_templates", "scripts/chat_templates.py")
 script = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(script)
@@ -187,6 +192,58 @@ def test_a_row_becomes_several_contexts_by_the_options(tmp_path):
     row = {"prompt": PLAIN[:1], "chosen": PLAIN[1:], "rejected": PLAIN[1:2]}
     with pytest.raises(UserError, match="here: an answer has several turns of the assistant.*one context"):
         RowFormat(tokenizer, format="preference").form(row, "here").document(row, "here")
+
+
+def test_contexts_are_packed_each_by_itself_counted_and_kept_by_shards(tmp_path):
+    script.make_tokenizer(tmp_path, THINKING)
+    tokenizer, reading = load_tokenizer(str(tmp_path)), RowFormat(load_tokenizer(str(tmp_path)))
+    (tmp_path / "a.jsonl").write_text((json.dumps({"messages": PLAIN}) + "\n") * 8)
+    corpus = open_corpus("", str(tmp_path / "a.jsonl"), "all", 0, reading)
+    documents = [corpus.source[number] for number in range(8)]
+    writing = write_shards(
+        tmp_path / "shards", lambda start: enumerate(documents[start:], start), is_whole=True,
+        source_digest=corpus.source.digest, splits=["all"], tokenizer=tokenizer, tokens_per_shard=300,
+    )  # fmt: skip
+    assert [*writing][-1][0] == 8
+    shards = Shards(tmp_path / "shards", tokenizer)
+    for number, document in enumerate(documents):
+        for ours, theirs in zip(shards[number].contexts, document.contexts, strict=True):
+            assert [x.tolist() for x in ours] == [x.tolist() for x in theirs]
+    lane = open_lane(corpus, tokenizer, Packing(seq_len=2048, epochs=1), 0, Cursor())
+    _, labels, positions, _ = lane.next_row()
+    (mine,) = {tuple(map(len, (c.ids for c in d.contexts))) for d in documents}
+    begins = (positions[: lane.filled] == 0).nonzero()[0]
+    assert sorted(np.diff([*begins, lane.filled])) == sorted(mine * lane.counts.split) and lane.counts.split > 0
+    assert (labels >= 0).sum() == lane.counts.split * sum(c.is_target.sum() for c in documents[0].contexts)
+    said = in_words(lane.counts)
+    number = lane.counts.split
+    assert f"conversations split: {number}, into {2 * number} contexts, by training.split_turns" in said
+
+
+# Published templates that TRL ships, and why some kinds are refused: no rendering of them continues its prompt.
+PUBLISHED = Path(importlib.util.find_spec("trl").origin).parent / "chat_templates" if TRL else Path()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not TRL, reason="needs TRL, which has published templates")
+@pytest.mark.parametrize("file", sorted(PUBLISHED.glob("*.jinja")) if TRL else [], ids=lambda file: file.stem)
+def test_published_templates_are_learned_as_transformers_generates_them(tmp_path, file):
+    template = file.read_text()
+    script.make_tokenizer(tmp_path, template)
+    _, found = script.run_template(tmp_path, {})  # raises where they differ
+    refused = [reason for reason in found.values() if not reason.isdigit() and reason != "marked"]
+    assert all(
+        "the chat template refuses it" in x or "the generation prompt is not how it begins" in x for x in refused
+    )
+    if "marked" in found.values():
+        ours = ChatTemplate(load_tokenizer(str(tmp_path)), date=script.DATE)
+        theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+        for kind, (messages, tools) in script.conversations().items():
+            if found[kind] == "marked":
+                marks = theirs.apply_chat_template(messages, tools=tools, return_assistant_tokens_mask=True)
+                tokens = ours.tokens(messages, tools, "assistant", skip=False)
+                assert tokens.ids.tolist() == marks["input_ids"]
+                assert tokens.is_target.tolist() == [bool(x) for x in marks["assistant_masks"]]
 
 
 def test_half_a_surrogate_pair_anywhere_is_replaced(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
@@ -29,12 +30,15 @@ from torchtitan_graph.checkpoint import (
     check_loadable,
     find_best,
     find_likely,
+    find_position,
+    is_new_run,
 )
 from torchtitan_graph.config import dump_toml, job
 from torchtitan_graph.config.job import validation_metrics
 from torchtitan_graph.data.feed import Feed, Microbatches
 from torchtitan_graph.data.forms import RowFormat
-from torchtitan_graph.data.loader import DataLoader, build_dataloader, merge_states
+from torchtitan_graph.data.lengths import epochs_in_words
+from torchtitan_graph.data.loader import DataLoader, build_dataloader, merge_states, rows_of_epochs
 from torchtitan_graph.data.open_corpus import naming_set, validation_corpus
 from torchtitan_graph.data.packing import Counts, in_words
 from torchtitan_graph.delivery import Delivery, base_of, deliver
@@ -103,11 +107,21 @@ class Trainer:
         self.replicas: Replicas | None = None  # the groups that this one trains with, once it trains
         self.run: RunFolder | None = None  # once it trains
         with _reporting_out_of_memory(self._progress, blueprint):
+            saved = on_rank_0(partial(retry_io, partial(_saved_position, blueprint)), files_group())
             if config.checkpoint.enable or config.checkpoint.initial_load_path:
-                on_rank_0(partial(retry_io, partial(_check_tensors_to_load, blueprint)), files_group())
+                num_steps = _num_steps(blueprint, rows_of_epochs(saved))
+                on_rank_0(partial(retry_io, partial(_check_tensors_to_load, blueprint, num_steps)), files_group())
             self.delivery = self._delivery()
             self.train_data, self.validation_data = retry_io(partial(_open_data, blueprint))
+            count_rows(self.train_data, saved)
+            if not self.train_data.num_rows:
+                left_out = "".join(f"; {line}" for line in in_words(self.train_data.left_out))
+                raise UserError(f"training.dataset: no document has anything to learn{left_out}")
+            for data, *_ in self.validation_data.values():
+                count_rows(data)
             self._check_validation()
+            self.num_steps = _num_steps(blueprint, self.train_data.num_rows)  # of the run
+            self._log_epochs()
             self.feed = self._new_feed()
             self._log_model()
             self.model_table = model_table(
@@ -125,7 +139,7 @@ class Trainer:
                 number = sum(p.numel() for p in blueprint.reference.model.parameters())
                 logger.info(f"loaded the reference model of {blueprint.reference.path}: {number:,} parameters, frozen")
             self.optimizer = build_optimizer(self.model, config.optimizer, in_part=blueprint.dims.pp > 1)
-            self.lr_scheduler = build_lr_scheduler(self.optimizer, config.lr_scheduler, config.training.steps)
+            self.lr_scheduler = build_lr_scheduler(self.optimizer, config.lr_scheduler, self.num_steps)
             decay = config.optimizer.ema_decay
             self.average = None if decay is None else Average(self.optimizer, decay)
             patience = config.training.roll_back_after
@@ -152,12 +166,31 @@ class Trainer:
         reading = RowFormat.of(self.config.training, self.blueprint.tokenizer)
         return on_rank_0(partial(retry_io, partial(deliver, reading, self.blueprint.assets)), files_group())
 
+    @property
+    def _ends_with(self) -> str:
+        """The option that sets the number of steps, with its value."""
+        training = self.config.training
+        is_by_epochs = self.num_steps < training.steps
+        return f"training.epochs = {training.epochs}" if is_by_epochs else f"training.steps = {training.steps}"
+
+    def _log_epochs(self) -> None:
+        """Log what the epochs hold, before the first step."""
+        training, rows_per_step = self.config.training, self.blueprint.rows_per_step
+        if training.epochs:
+            lengths, is_fixed = self.train_data.lengths, not training.dynamic_seq_len
+            words = epochs_in_words(lengths, training.epochs, training.seq_len, rows_per_step, is_fixed)
+            logger.info("; ".join(words))
+            if not all(each.has_ended for each in lengths) or self.train_data.num_rows > rows_per_step * self.num_steps:
+                logger.warning(
+                    f"training.steps = {training.steps}: the run ends before its data does (training.epochs ="
+                    f" {training.epochs})"
+                )
+
     def _new_feed(self, **of_replicas: Any) -> Feed:
         return Feed(
             self.train_data,
             self.layout,
             self.device,
-            rows_per_step=self.blueprint.rows_per_step,
             in_pairs=self.config.training.format == "preference",
             **of_replicas,
         )
@@ -216,7 +249,7 @@ class Trainer:
                 config,
                 self.blueprint.dump_folder,
                 rank=self.rank,
-                total_steps=config.training.steps,
+                total_steps=self.num_steps,
                 start_step=self.step,
                 tokens_seen=self.tokens_seen,
                 peak_flops=devices.peak_flops(),
@@ -231,10 +264,10 @@ class Trainer:
         ):
             first = self.step + 1
             last = self._is_over()
-            run.resume(self.step)
+            run.resume(self.step, self.num_steps)
             run.planned = self.planned
             if self.replicas is not None and not last:
-                run.wait_for_replicas(config)
+                run.wait_for_replicas(config, self.num_steps)
             while not last:
                 metrics.start_step()
                 with self.hang.watch(first=self.step < first):
@@ -296,7 +329,7 @@ class Trainer:
         (lr, *_) = self.lr_scheduler.get_last_lr()
         metrics.maybe_log_histograms(self.step + 1, self.model)
         self.update.step(reading.stops)
-        if self.step + 1 < self.config.training.steps:
+        if self.step + 1 < self.num_steps:
             self.feed.read_ahead()
         flops = self.steps.count_flops(batches.on_host) if self.device.type != "cpu" else None
         read = reading.wait()  # after all launches: the device has work while the host goes on
@@ -415,16 +448,15 @@ class Trainer:
         return dict(zip(self.validation_data, losses.tolist(), strict=True))  # the only wait for the device
 
     def _validation_feed(self, data: DataLoader, most: int) -> Feed:
-        rows = self.config.validation.local_batch_size * self.blueprint.dims.data
         in_pairs = self.config.training.format == "preference"
-        return Feed(data.rewind(), self.layout, self.device, rows_per_step=rows, most=most, in_pairs=in_pairs)
+        return Feed(data.rewind(), self.layout, self.device, most=most, in_pairs=in_pairs)
 
     def _check_validation(self) -> None:
         """Check before the first step that each validation corpus has something to measure the loss of."""
         for data, most, option in self.validation_data.values():
             if self._validation_feed(data, most).next() is None:
                 which = f"the first {most} microbatches" if most >= 0 else "the whole corpus"
-                why = "".join(f"; {line}" for line in in_words(data.counts)) or "; no document has text"
+                why = "".join(f"; {line}" for line in in_words(data.left_out)) or "; no document has text"
                 raise UserError(
                     f"{option}: there is no target in {which}, in rows of validation.seq_len ="
                     f" {self.config.validation.seq_len} tokens{why}. Name other documents, or make the rows longer"
@@ -459,7 +491,7 @@ class Trainer:
     def _is_over(self) -> bool:
         """Return whether the run has done all its steps, or has no patience left."""
         out_of_patience = self.best is not None and 0 < self.config.validation.patience <= self.best.since
-        return self.step >= self.config.training.steps or out_of_patience
+        return self.step >= self.num_steps or out_of_patience
 
     def samples(self) -> list[tuple[str, str]]:
         """Return the prompts of [samples], each with its continuation."""
@@ -470,7 +502,7 @@ class Trainer:
 
     def _resume(self) -> None:
         assets = self.blueprint.assets
-        state = self.checkpointer.load(self.config.training.steps, self.config.validation.patience)
+        state = self.checkpointer.load(self.num_steps, self.config.validation.patience)
         if not self.checkpointer.loaded_optimizer:
             forget_rehearsal(self.optimizer)
         if state is not None:
@@ -479,8 +511,8 @@ class Trainer:
             except (AttributeError, IndexError, KeyError, TypeError, RuntimeError) as error:
                 raise UserError(f"the checkpoint's train_state.json can't be used: {error!r}") from error
             logger.info(f"resuming after step {self.step}")
-            if self.step >= self.config.training.steps:
-                logger.info(f"training.steps = {self.config.training.steps}: there is no step left to do")
+            if self.step >= self.num_steps:
+                logger.info(f"{self._ends_with}: there is no step left to do")
             elif self._is_over():
                 patience = self.config.validation.patience
                 logger.info(f"validation.patience = {patience}: it is used up, so there is no step left to do")
@@ -585,10 +617,23 @@ class Trainer:
             set_timeout(group, seconds)  # type: ignore[arg-type]
 
 
-def _check_tensors_to_load(blueprint: Blueprint) -> None:
+def _num_steps(blueprint: Blueprint, num_rows: float) -> int:
+    """Return the number of a run's steps: training.steps, or fewer where its data has no more than `num_rows`."""
+    steps = blueprint.config.training.steps
+    return min(steps, math.ceil(num_rows / blueprint.rows_per_step)) if num_rows < math.inf else steps
+
+
+def _saved_position(blueprint: Blueprint) -> dict[str, Any] | None:
+    """Return the position in the data of a run's newest checkpoint, where it has one with the rows of its epochs."""
+    if not blueprint.config.training.epochs or is_new_run(blueprint.checkpoints, blueprint.config.checkpoint):
+        return None
+    return find_position(blueprint.checkpoints)
+
+
+def _check_tensors_to_load(blueprint: Blueprint, num_steps: int) -> None:
     config = blueprint.config.checkpoint
     folder = blueprint.checkpoints
-    path = find_likely(folder, config, blueprint.config.training.steps, blueprint.config.validation.patience)
+    path = find_likely(folder, config, num_steps, blueprint.config.validation.patience)
     if path is None:
         return
     model = blueprint.model
@@ -607,7 +652,9 @@ def _open_data(blueprint: Blueprint) -> tuple[DataLoader, dict[str, tuple[DataLo
     corpus = dict(dataset=training.dataset, dataset_path=training.dataset_path, sources=training.sources)
     rows = rows_per_microbatch(blueprint.config)
     reading = RowFormat.of(training, blueprint.tokenizer)
-    train_data = _open_corpus(blueprint, training, corpus | {"split": "train"}, training.epochs, rows, reading)
+    corpus["split"] = "train"
+    most_rows = training.steps * blueprint.rows_per_step
+    train_data = _open_corpus(blueprint, training, corpus, training.epochs, most_rows, rows, reading)
     return train_data, open_validation(blueprint) if blueprint.config.validation.enable else {}
 
 
@@ -621,10 +668,17 @@ def open_validation(blueprint: Blueprint) -> dict[str, tuple[DataLoader, int, st
             corpus = validation_corpus(config, of)
             epochs = 0 if corpus["sources"] else 1  # sources don't end together
             reading = RowFormat.of(config.training, blueprint.tokenizer).of_validation(of or table)
-            data = _open_corpus(blueprint, table, corpus, epochs, table.local_batch_size, reading)
+            most, rows = table.steps if of is None or of.steps is None else of.steps, table.local_batch_size
+            most_rows = math.inf if most == -1 else most * rows * blueprint.dims.data
+            data = _open_corpus(blueprint, table, corpus, epochs, most_rows, rows, reading)
         option = "validation.dataset" if of is None else f"validation.sets, entry {number + 1}"
-        opened[metric] = data, table.steps if of is None or of.steps is None else of.steps, option
+        opened[metric] = data, most, option
     return opened
+
+
+def count_rows(data: DataLoader, saved: dict[str, Any] | None = None) -> None:
+    """Count the rows of a corpus' epochs, all ranks together, unless a saved position has their numbers."""
+    data.count(saved, (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None)
 
 
 def _open_corpus(
@@ -632,6 +686,7 @@ def _open_corpus(
     table: job.Training | job.Validation,
     corpus: dict[str, Any],
     epochs: int,
+    most_rows: float,
     rows: int,
     reading: RowFormat,
 ) -> DataLoader:
@@ -648,6 +703,7 @@ def _open_corpus(
         num_microbatches=blueprint.num_microbatches if isinstance(table, job.Training) else 1,
         seed=blueprint.seed,
         epochs=epochs,
+        most_rows=most_rows,
         too_long=blueprint.config.training.too_long,
         num_workers=table.dataloader.num_workers,
     )

@@ -7,6 +7,7 @@ Further options are those of training, such as --training.seq_len 512.
 """
 
 import html
+import math
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -21,6 +22,7 @@ from torchtitan_graph.config import job
 from torchtitan_graph.config.load import load, read_beside
 from torchtitan_graph.data.batch import IGNORE_INDEX
 from torchtitan_graph.data.forms import RowFormat
+from torchtitan_graph.data.lengths import epochs_in_words
 from torchtitan_graph.data.loader import DataLoader, build_dataloader
 from torchtitan_graph.data.packing import in_words
 from torchtitan_graph.data.tokenizer import Tokenizer, load_tokenizer
@@ -60,8 +62,9 @@ def runs_of(document: Document, tokenizer: Tokenizer) -> Iterator[tuple[str, boo
             begin = place
 
 
-def open_training_data(config: job.JobConfig, tokenizer: Tokenizer) -> DataLoader:
-    """Return a loader of the rows of one epoch of a job's training data, one after the other."""
+def open_training_data(config: job.JobConfig, tokenizer: Tokenizer, most: float = math.inf) -> DataLoader:
+    """Return a loader of the rows of a job's training data, one after the other; of its epochs, or of one. Sources
+    repeat without end. No more than `most` rows are counted."""
     training = config.training
     return build_dataloader(
         dataset=training.dataset,
@@ -78,40 +81,44 @@ def open_training_data(config: job.JobConfig, tokenizer: Tokenizer) -> DataLoade
         local_batch_size=1,
         dp_rank=0,
         dp_degree=1,
-        epochs=1,
+        epochs=0 if training.sources else training.epochs or 1,
+        most_rows=most,
     )
 
 
 def read_rows(data: DataLoader, most: int) -> tuple[list[list[Document]], int]:
-    """Return the documents of the rows of an epoch, up to `most`, and the tokens that the rows have room for."""
+    """Return the documents of the rows, up to `most`, and the tokens that the rows have room for."""
     rows: list[list[Document]] = []
-    room = empty = 0
-    while len(rows) < most and empty < data.num_lanes:
+    room = 0
+    while len(rows) < most and not data.has_ended:
         batch = next(data)
-        documents = documents_of(batch.tokens_BL[0], batch.labels_BL[0], batch.documents_BL[0])
-        empty = 0 if documents else empty + 1
-        if documents:
-            rows.append(documents)
-            room += batch.tokens_BL.shape[1]
+        rows.append(documents_of(batch.tokens_BL[0], batch.labels_BL[0], batch.documents_BL[0]))
+        room += batch.tokens_BL.shape[1]
     return rows, room
 
 
-def summary(rows: list[list[Document]], room: int, data: DataLoader, is_all: bool) -> list[str]:
+def summary(rows: list[list[Document]], room: int, data: DataLoader, training: job.Training) -> list[str]:
     """Return the counts of rows, a line each."""
+    is_all, rows_per_step = len(rows) == data.num_rows, training.global_batch_size
+    if rows_per_step == -1:
+        rows_per_step = training.local_batch_size
+    of_epochs, *left_out = epochs_in_words(
+        data.lengths, training.epochs or 1, training.seq_len, rows_per_step, not training.dynamic_seq_len
+    )
     if not rows:
         none = "rows: 0; no document has anything to learn within training.seq_len; --training.loss_on all shows them"
-        return [none, *in_words(data.counts)]
+        return [none, *left_out]
     lengths = [len(document.ids) for row in rows for document in row]
     targets = sum(sum(document.is_target) for row in rows for document in row)
     tokens = sum(lengths)
     tenths = ", ".join(f"{q} % {np.percentile(lengths, q):,.0f}" for q in (10, 50, 90, 99, 100))
     lines = [
-        f"rows: {len(rows):,}" + (" (one epoch)" if is_all else "; there are more, see --most"),
+        of_epochs if is_all else f"rows: {len(rows):,}; there are more, see --most",
         f"documents in them: {len(lengths):,}; tokens: {tokens:,}; learned: {targets:,} ({targets / tokens:.1%})",
         f"tokens of a document, by percentile: {tenths}",
         f"rows are full to {tokens / room:.1%}",
     ]
-    return [*lines, *in_words(data.counts)]
+    return [*lines, *(left_out if is_all else in_words(data.counts))]
 
 
 def write_html(file: Path, rows: list[list[Document]], lines: list[str], tokenizer: Tokenizer) -> None:
@@ -154,9 +161,10 @@ def main(argv: Sequence[str]) -> int:
     options, others = read_beside(parser, words)
     config = load([*file, *others])
     tokenizer = load_tokenizer(config.model.hf_assets_path)
-    data = open_training_data(config, tokenizer)
-    rows, room = read_rows(data, max(options.most, options.rows))
-    lines = summary(rows, room, data, is_all=len(rows) < max(options.most, options.rows))
+    most = max(options.most, options.rows)
+    data = open_training_data(config, tokenizer, most + 1)  # one more tells whether there are more
+    rows, room = read_rows(data, most)
+    lines = summary(rows, room, data, config.training)
     if options.html:
         write_html(options.html, rows[: options.rows], lines, tokenizer)
         logger.info(f"wrote {options.html}")

@@ -14,9 +14,11 @@ from torchtitan_graph.errors import UserError
 # packed by itself, and the rows are taken from the lanes in turn: row r is row r // num_lanes of lane r % num_lanes. A
 # rank tokenises the lanes of its own rows. num_lanes is a power of two, so that the rows of a rank are in few lanes
 # where the batch is one too. It depends on the corpus alone, and a lane starts its next epoch by itself, with documents
-# of a new shuffle: nothing has to be communicated.
+# of a new shuffle: nothing has to be communicated. Where epochs end, Note [Lengths] says how lanes do.
 MAX_LANES = 256
-_DOCUMENTS_PER_LANE = 32  # with fewer, lanes differ much in length, and the longest ends long after the others
+_DOCUMENTS_PER_LANE = 32  # with fewer, lanes differ much in length
+# The rows that whole documents are put into together are best full where there are many, also of short documents.
+_WHOLE_DOCUMENTS_PER_LANE = 1024
 VALIDATION_FRACTION = 0.05
 _FEW_DOCUMENTS = 4096
 
@@ -54,7 +56,8 @@ class ShuffledCorpus:
                 "validation.dataset: one document can't be split into training and validation. Add documents, or name"
                 " another corpus for validation."
             )
-        self.num_lanes = num_lanes(len(source) * split_fraction(split) / _DOCUMENTS_PER_LANE)
+        per_lane = _WHOLE_DOCUMENTS_PER_LANE if source.is_whole else _DOCUMENTS_PER_LANE
+        self.num_lanes = num_lanes(len(source) * split_fraction(split) / per_lane)
         self.digest = f"{split} of {source.digest}"
 
     def is_whole(self, lane: int) -> bool:

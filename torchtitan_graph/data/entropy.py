@@ -1,5 +1,7 @@
 """The loss of a model that knows only the tokens' frequencies."""
 
+import math
+
 import torch
 
 from torchtitan_graph.data.batch import IGNORE_INDEX
@@ -33,14 +35,14 @@ def unigram_entropy(
         dp_rank=0,
         dp_degree=1,
         epochs=1,
+        most_rows=math.inf if num_rows is None else num_rows,
     )
     counts_V = torch.zeros(tokenizer.vocab_size, dtype=torch.int64)
-    rows = empty_in_a_row = 0
-    while rows != num_rows and empty_in_a_row < loader.num_lanes:
+    rows = 0
+    while rows != num_rows and not loader.has_ended:
         labels_L = next(loader).labels_BL[0]
         targets = labels_L[labels_L != IGNORE_INDEX]
         counts_V += torch.bincount(targets, minlength=tokenizer.vocab_size)
-        empty_in_a_row = 0 if len(targets) else empty_in_a_row + 1
         rows += 1
     probabilities = counts_V[counts_V > 0].double() / counts_V.sum()
     return float(-(probabilities * probabilities.log()).sum())

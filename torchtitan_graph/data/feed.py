@@ -38,7 +38,6 @@ class Feed:
         layout: Layout,
         device: torch.device,
         *,
-        rows_per_step: int,
         most: int = -1,
         in_pairs: bool = False,
         gather: Callable[[list[int]], list[list[int]]] | None = None,
@@ -47,7 +46,6 @@ class Feed:
         """Read from a data loader.
 
         Args:
-            rows_per_step: of all ranks.
             most: steps to read, also those without a target; -1: all.
             in_pairs: rows are of preferences.
             gather: returns every living replica's list of numbers for this one's, where there are replica groups.
@@ -55,15 +53,15 @@ class Feed:
         """
         self._in_pairs, self._keep_empty = in_pairs, keep_empty
         self._data, self._layout, self._device = data, layout, device
-        self._rows_per_step, self._left, self._gather = rows_per_step, most, gather
+        self._left, self._gather = most, gather
         self._copied: list[Batch] = []  # the next microbatches on the device, where they were read ahead
         self.seconds = self.own_s = 0.0
 
     def next(self) -> Microbatches | None:
         """Return the next microbatches that have a target; None at the data's end. All ranks call together."""
-        begin, self.own_s, empty_rows = time.perf_counter(), 0.0, 0
+        begin, self.own_s = time.perf_counter(), 0.0
         found = None
-        while found is None and empty_rows < self._data.num_lanes and self._left:
+        while found is None and self._left and not self._data.has_ended:
             self._left -= 1
             started = time.perf_counter()
             on_host = [next(self._data) for _ in range(self._data.deal.own)]
@@ -82,7 +80,6 @@ class Feed:
                 batches = self._copied or [batch.to(self._device, non_blocking=True) for batch in on_host]
                 found = Microbatches(batches, on_host, num_tokens, divisor)
             self._copied = []
-            empty_rows += self._rows_per_step
         self.seconds = time.perf_counter() - begin
         return found
 

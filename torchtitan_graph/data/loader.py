@@ -1,6 +1,7 @@
 """This rank's microbatches out of one global sequence of rows, and the position in it."""
 
 import functools
+import math
 import os
 import re
 import warnings
@@ -17,9 +18,10 @@ from torchtitan_graph.data.batch import IGNORE_INDEX, Batch
 from torchtitan_graph.data.corpus import Corpus
 from torchtitan_graph.data.describe import log_corpus
 from torchtitan_graph.data.forms import RowFormat
+from torchtitan_graph.data.lengths import Length, count_lengths, reach
 from torchtitan_graph.data.mixture import Mixture, Origin
 from torchtitan_graph.data.open_corpus import open_corpus, open_mixture
-from torchtitan_graph.data.packing import Counts, Cursor, Lane, Packing, open_lane
+from torchtitan_graph.data.packing import Counts, Cursor, Lane, Packing, open_lane, window_rows
 from torchtitan_graph.data.special_tokens import warn_of_special_tokens
 from torchtitan_graph.data.tokenizer import Tokenizer
 from torchtitan_graph.errors import UserError
@@ -30,7 +32,8 @@ from torchtitan_graph.log import logger
 # last row taken from each lane. It is valid for any number of ranks and workers. Workers prefetch, so their own
 # positions are of no use: each batch carries the cursors after its rows, and only `DataLoader.__next__` makes them the
 # position. A rank has the cursors of the lanes it took rows from; `merge_states` chooses, for every lane, the most
-# advanced one. For a mixture it also has the row from which the weights are valid, see Note [Mixture].
+# advanced one. For a mixture it also has the row from which the weights are valid, see Note [Mixture]; with epochs the
+# number of rows of each lane, see Note [Lengths].
 #
 # With replica groups a step has a fixed number of microbatches, which are dealt to the replicas that live, see `Deal`.
 # The position is then known after whole steps, once the replicas have exchanged how far each has read: `exchange`.
@@ -63,10 +66,11 @@ class DataLoader:
 
     Without replica groups a rank takes the numbers 0, 1, 2, ...; `num_microbatches` is how many a step has.
 
-    Never ends. After the last of its `epochs`, if they are not 0, a lane's rows have no targets; the corpus has ended
-    after `num_lanes` consecutive rows of the global sequence without any. With `multiple`, rows have whole documents,
-    and a batch is as long as its longest row, rounded up to a multiple of that. With `alone`, a row has one document,
-    or a part of it. `too_long` as in `Packing`.
+    With `epochs`, rows are counted before the first is read (see `count`), and come from the lanes that still have
+    some, so that they fill all steps but the last; those after `num_rows` are padding, without end. A run takes no more
+    than `most_rows`, and no more are counted. With `multiple`, rows have whole documents, and a batch is as long as its
+    longest row, rounded up to a multiple of that. With `alone`, a row has one document, or a part of it. `too_long` as
+    in `Packing`.
     """
 
     def __init__(
@@ -81,15 +85,20 @@ class DataLoader:
         seed: int,
         num_microbatches: int = 1,
         epochs: int = 0,
+        most_rows: float = math.inf,
         num_workers: int = 0,
         multiple: int | None = None,
         alone: bool = False,
         too_long: str = "cut",
     ) -> None:
         self._mixture = corpus if isinstance(corpus, Mixture) else Mixture({"": corpus}, [1.0])
+        assert not epochs or len(self._mixture.names) == 1, "the corpora of a mixture don't end together"
+        self._most_rows = most_rows
+        self._lengths: Sequence[Length] | None = None if epochs else ()
+        self._counts_with: tuple[int, int] | None = None  # this rank and the number of ranks, where they count together
         packing = Packing(seq_len, epochs, multiple is not None, alone, too_long)
-        lane = functools.partial(open_lane, self._mixture, tokenizer, packing)
-        rows = _Rows(self._mixture, lane, multiple or seq_len, local_batch_size, dp_rank, dp_degree)
+        self._open_lane = functools.partial(open_lane, self._mixture, tokenizer, packing)
+        rows = _Rows(self._mixture, self._open_lane, multiple or seq_len, local_batch_size, dp_rank, dp_degree)
         rows.deal = Deal(total=num_microbatches)
         self._rows = rows
         self.source_names = self._mixture.names
@@ -97,9 +106,9 @@ class DataLoader:
         length: int | str = seq_len if multiple is None else f"up to {seq_len}, of whole documents"
         length = f"{length}, one document a row" if alone else length
         if any(map(self._mixture.is_whole, range(self._mixture.num_lanes))):
-            length = f"{length}, longer conversations: {too_long}"
+            length = f"{length}, {window_rows(seq_len)} rows of conversations at a time, longer ones: {too_long}"
         self._identity = {"corpus": corpus.digest, "tokenizer": tokenizer.digest, "seed": seed, "seq_len": length}
-        self.num_lanes = corpus.num_lanes
+        self._identity["epochs"] = epochs or None
         with warnings.catch_warnings():  # torchdata 0.11 calls a function that newer torch deprecates
             warnings.filterwarnings("ignore", "'set_vital' is deprecated")
             self._loader = StatefulDataLoader(
@@ -121,10 +130,49 @@ class DataLoader:
     def __iter__(self) -> "DataLoader":
         return self
 
+    def count(self, known: dict[str, Any] | None = None, ranks: tuple[int, int] | None = None) -> None:
+        """Count the rows of all epochs, before the first row is read; without epochs there is nothing to count.
+
+        Args:
+            known: a saved position, whose numbers are taken if it is of the same data.
+            ranks: this rank and the number of ranks, if all ranks call together, and count a part each.
+        """
+        if not self._identity["epochs"]:
+            return
+        assert self._iterator is None, "rows were read already"
+        self._counts_with = ranks
+        saved = [Length.from_list(each) for each in (known or {}).get("lengths", ()) if self._is_of_same_data(known)]
+        if saved:
+            self._mixture.set_lanes(len(saved))
+        if not saved or not reach(saved, self._most_rows):
+            saved = count_lengths(self._mixture, self._open_lane, self._most_rows, may_merge=not saved, ranks=ranks)
+        self._lengths = saved
+        self._mixture.set_lengths([each.rows for each in saved])
+        self._rows.allocate()
+        self.rewind()
+
+    @property
+    def lengths(self) -> Sequence[Length]:
+        """What each lane gives until its end, or as far as `most_rows` of all reach; nothing without epochs."""
+        if self._lengths is None:
+            self.count()
+        assert self._lengths is not None
+        return self._lengths
+
+    @property
+    def num_rows(self) -> float:
+        """The number of rows of all epochs, or one that is at least `most_rows`; math.inf without epochs."""
+        return self._mixture.num_rows if self.lengths else math.inf
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether all rows were taken, by all ranks together."""
+        return self._taken() >= self.num_rows
+
     def __next__(self) -> Batch:
         batch, cursors, counts = self._ahead.popleft() if self._ahead else self._read()
         rows = self._rows.row_numbers(self._first_row, self.deal.number(self._batches))
-        places = [self._mixture.place(row, self._origin) for row in rows]
+        places = [place for row in rows if (place := self._mixture.place(row, self._origin)) is not None]
         for place, cursor in zip(places, cursors, strict=True):
             self._cursors[place.lane] = cursor
         if len(self.source_names) > 1:
@@ -174,6 +222,7 @@ class DataLoader:
 
     def _read(self) -> tuple[Batch, list[Cursor], Counts]:
         if self._iterator is None:
+            self.lengths  # noqa: B018 - counted before the workers begin
             self._iterator = iter(self._loader)
         read = next(self._iterator)
         if isinstance(read, UserError):
@@ -186,6 +235,11 @@ class DataLoader:
         one since."""
         return self._counted + self._counts
 
+    @property
+    def left_out(self) -> Counts:
+        """The documents of all epochs that did not become rows as they are; without epochs, `counts`."""
+        return sum((each.counts for each in self.lengths), Counts()) if self.lengths else self.counts
+
     def take_targets(self) -> torch.Tensor:
         """Return the number of targets of each source in this rank's batches since the last call; for mixtures only."""
         taken = self._targets.clone()
@@ -194,11 +248,9 @@ class DataLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's part of the position after the batches taken; `merge_states` completes it."""
-        deal = self.deal
-        steps, rest = divmod(self._batches, deal.own)
-        assert deal.living == 1 or not rest, "with replicas the position is known after whole steps"
-        taken = self._first_row + (steps * deal.total + rest) * self._rows.global_batch_size
+        lengths, taken = self.lengths, self._taken()
         state = {**self._identity, "rows": taken, "lanes": [list(cursor) for cursor in self._cursors]}
+        state |= {"lengths": [each.to_list() for each in lengths]} if lengths else {}
         state |= {"counted": list(self._counted), "counts": list(self._counts)}
         if len(self.source_names) > 1:
             since, given = self._origin
@@ -210,21 +262,32 @@ class DataLoader:
             }
         return state
 
+    def _taken(self) -> int:
+        """Return the number of rows that all ranks have taken, with the padding after the last."""
+        deal = self.deal
+        steps, rest = divmod(self._batches, deal.own)
+        assert deal.living == 1 or not rest, "with replicas the position is known after whole steps"
+        return self._first_row + (steps * deal.total + rest) * self._rows.global_batch_size
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Set a merged position, of any number of ranks and workers; the next batch is the first after it.
 
         Weights of a mixture that differ from the saved run's are used from there on.
-        Raises UserError if it was saved with another corpus, tokenizer, seed or row length, or is inconsistent.
+        Raises UserError if it was saved with another corpus, tokenizer, seed, row length or number of epochs, or is
+        inconsistent.
         """
         for key, here in self._identity.items():
             if state.get(key) != here:
                 theirs, ours = _differing(repr(state.get(key)), repr(here))
+                earlier = " (or by a release that took the rows of epochs in another order)" * (key == "epochs")
                 raise UserError(
-                    f"checkpoint: its data position was saved with {key} = {theirs}, this run has {ours}."
+                    f"checkpoint: its data position was saved with {key} = {theirs}{earlier}, this run has {ours}."
                     " Rows can't be continued from there: use what the saved run used, or begin a new run, or resume"
                     " the model at the beginning of the data: checkpoint.load_step with"
                     " checkpoint.exclude_from_loading = ['dataloader']."
                 )
+        if self._identity["epochs"] and (self._lengths is None or len(self._lengths) != len(state["lengths"])):
+            self.count(state, self._counts_with)
         origin, saved, given = self._mixture.origin(), state.get("mixture"), self._lanes_given(state)
         if saved:
             origin = Origin(saved["since"], tuple(saved["given_before"]))
@@ -237,6 +300,9 @@ class DataLoader:
         self._rows.set_start(state["rows"], origin, state["lanes"])
         self._counted = Counts(*state.get("counted", ()))
         self.rewind()
+
+    def _is_of_same_data(self, state: dict[str, Any] | None) -> bool:
+        return state is not None and all(state.get(key) == here for key, here in self._identity.items())
 
     def _lanes_given(self, state: dict[str, Any]) -> list[int]:
         """Return the number of rows that each lane gave up to a position."""
@@ -300,6 +366,13 @@ def merge_states(states: list[dict[str, Any]]) -> dict[str, Any]:
     return merged
 
 
+def rows_of_epochs(position: dict[str, Any] | None) -> float:
+    """Return the number of rows of all epochs that a saved position tells, math.inf if it doesn't."""
+    lengths = [Length.from_list(each) for each in (position or {}).get("lengths", ())]
+    is_told = lengths and all(each.has_ended for each in lengths)
+    return sum(each.rows for each in lengths) if is_told else math.inf
+
+
 def build_dataloader(
     *,
     dataset: str,
@@ -347,9 +420,14 @@ class _Rows(IterableDataset):
         self._local_batch_size, self._dp_rank = local_batch_size, dp_rank
         self.global_batch_size = local_batch_size * dp_degree
         # In shared memory, for persistent workers: they see where a new iteration starts.
-        self._start = torch.zeros(1 + mixture.num_lanes, len(Cursor._fields), dtype=torch.int64).share_memory_()
+        self.allocate()
         self._origin = torch.zeros(1 + len(mixture.names), dtype=torch.int64).share_memory_()
         self._deal = torch.tensor(Deal()).share_memory_()
+
+    def allocate(self) -> None:
+        """Make the memory for where an iteration starts, in as many lanes as there are."""
+        shape = 1 + self._mixture.num_lanes, len(Cursor._fields)
+        self._start = torch.zeros(shape, dtype=torch.int64).share_memory_()
 
     @property
     def deal(self) -> Deal:
@@ -379,7 +457,7 @@ class _Rows(IterableDataset):
         """Return the cursor of a lane before one of its rows, from an earlier cursor."""
         lane = self._open_lane(number, cursor)
         while lane.cursor.row < row:
-            lane.skip_row()
+            lane.next_pieces()
         return lane.cursor
 
     def __iter__(self) -> Iterator[tuple[Batch, list[Cursor], Counts] | UserError]:
@@ -394,15 +472,20 @@ class _Rows(IterableDataset):
         first_row, origin, cursors = self.start()  # once: it may be changed while workers still prefetch
         deal = self.deal
         lanes: dict[int, Lane] = {}
+        padding = self._open_lane(0, Cursor()).padding()
         while True:
             rows, behind, longest, counts = [], [], 1, Counts()
             for row in self.row_numbers(first_row, deal.number(batch)):
-                _, number, row_in_lane = self._mixture.place(row, origin)
+                place = self._mixture.place(row, origin)
+                if place is None:
+                    rows.append(torch.from_numpy(padding))
+                    continue
+                _, number, row_in_lane = place
                 if number not in lanes:
                     lanes[number] = self._open_lane(number, cursors[number])
                 lane = lanes[number]
                 while lane.cursor.row < row_in_lane:
-                    lane.skip_row()
+                    lane.next_pieces()
                 assert lane.cursor.row == row_in_lane
                 rows.append(torch.from_numpy(lane.next_row()))
                 behind.append(lane.cursor)

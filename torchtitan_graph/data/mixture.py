@@ -1,12 +1,15 @@
 """Several corpora as one: each row of the global sequence is from one of them, in proportion to the weights."""
 
 import bisect
+import copy
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from torchtitan_graph.data.corpus import Corpus
 from torchtitan_graph.data.document import Document
+from torchtitan_graph.data.lane_order import LaneOrder
 
 # Note [Mixture]
 # A row's corpus depends on the weights and the row's number alone, so that every rank and worker knows it without
@@ -39,8 +42,7 @@ class Mixture:
         self.names = tuple(corpora)
         self.weights = tuple(weight / sum(weights) for weight in weights)
         self._corpora = list(corpora.values())
-        self._first_lanes = list(itertools.accumulate((corpus.num_lanes for corpus in self._corpora), initial=0))
-        self.num_lanes = self._first_lanes.pop()
+        self._number_lanes()
         digests = [f"{name}: {corpus.digest}" for name, corpus in corpora.items()]
         self.digest = self._corpora[0].digest if len(corpora) == 1 else "; ".join(digests)
         self._sources = _deal(self.weights)
@@ -51,6 +53,26 @@ class Mixture:
             self._before.append(counts[source])
             counts[source] += 1
         self._per_period = counts
+
+    def _number_lanes(self) -> None:
+        self._first_lanes = list(itertools.accumulate((corpus.num_lanes for corpus in self._corpora), initial=0))
+        self.num_lanes = self._first_lanes.pop()
+        self._orders = [LaneOrder([math.inf] * corpus.num_lanes) for corpus in self._corpora]
+
+    def set_lanes(self, number: int) -> None:
+        """Distribute the one corpus over another number of lanes."""
+        (corpus,) = self._corpora = [copy.copy(each) for each in self._corpora]
+        corpus.num_lanes = number
+        self._number_lanes()
+
+    def set_lengths(self, rows: Sequence[int]) -> None:
+        """End the lanes of the one corpus after so many rows each."""
+        self._orders = [LaneOrder(rows)]
+
+    @property
+    def num_rows(self) -> float:
+        """The number of rows until the end, math.inf where there is none."""
+        return sum(order.num_rows for order in self._orders)
 
     def is_whole(self, lane: int) -> bool:
         """Return whether the documents of a lane, of its corpus, are packed whole."""
@@ -66,18 +88,17 @@ class Mixture:
         """Return the origin of a run's beginning."""
         return Origin(0, (0,) * len(self.names))
 
-    def place(self, row: int, origin: Origin) -> Place:
-        """Return the place of a row of the global sequence; it is not before `origin`."""
+    def place(self, row: int, origin: Origin) -> Place | None:
+        """Return the place of a row of the global sequence, which is not before `origin`; None after the last row."""
         periods, slot = divmod(row - origin.row, len(self._sources))
         source = self._sources[slot]
         number = origin.given[source] + periods * self._per_period[source] + self._before[slot]
-        num_lanes = self._corpora[source].num_lanes
-        return Place(source, self._first_lanes[source] + number % num_lanes, number // num_lanes)
+        found = self._orders[source].place(number)
+        return None if found is None else Place(source, self._first_lanes[source] + found[0], found[1])
 
     def lanes_given(self, given: Sequence[int]) -> list[int]:
         """Return the number of rows that each lane gave, from those of each corpus."""
-        corpora = zip(given, self._corpora, strict=True)
-        return [-(-(rows - lane) // corpus.num_lanes) for rows, corpus in corpora for lane in range(corpus.num_lanes)]
+        return [number for rows, order in zip(given, self._orders, strict=True) for number in order.given(rows)]
 
     def given(self, row: int, origin: Origin) -> tuple[int, ...]:
         """Return the number of rows before `row` that each corpus gave."""

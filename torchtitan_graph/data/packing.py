@@ -1,6 +1,7 @@
 """Packing of one lane: its documents into rows, token by token, or whole ones by their lengths."""
 
 import bisect
+import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -15,7 +16,10 @@ from torchtitan_graph.errors import UserError
 
 # By chance a lane of a small split may have no document in an epoch; but not so often in a row.
 _EMPTY_EPOCHS = 16
-WINDOW_ROWS = 32  # whose tokens are read at a time, to fill rows with whole documents
+# Whole documents are put into rows together, so many at a time: the last row of each time is full only in part.
+WINDOW_ROWS = 32  # at least; of short rows as many as have
+_WINDOW_TOKENS = 2**17  # but at most
+_MOST_WINDOW_ROWS = 128
 
 
 class Cursor(NamedTuple):
@@ -35,8 +39,7 @@ class Packing(NamedTuple):
     """How the rows of a run are filled.
 
     seq_len    tokens of a row
-    epochs     passes over the corpus; afterwards the last row is padded, and endless rows of padding follow; 0: without
-               end
+    epochs     passes over the corpus, after which the last row is padded; 0: without end
     whole      a row ends where the next document does not fit; only one that is longer than a row is split
     alone      a row ends with its document
     too_long   what becomes of a conversation that is longer than a row, or of an answer of a pair that is longer than
@@ -107,13 +110,13 @@ class Lane:
         self._documents: Iterator[tuple[int, Document]] | None = None
 
     def next_row(self) -> np.ndarray:
-        """Return the next row: tokens, labels, positions and documents, as (4, L); `filled` is its length without
-        padding."""
-        return self._row(self._next_pieces())
+        """Return the next row: tokens, labels, positions and documents, as (4, L), all padding after the last;
+        `filled` is its length without padding."""
+        return self._row(self.next_pieces())
 
-    def skip_row(self) -> None:
-        """Skip the next row: it belongs to another rank or worker."""
-        self._next_pieces()
+    def padding(self) -> np.ndarray:
+        """Return a row of padding alone."""
+        return self._row([])
 
     def _row(self, pieces: list[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
         """Return a row of documents' parts: the tokens of each, and their labels."""
@@ -135,7 +138,8 @@ class Lane:
         self.filled = place
         return row
 
-    def _next_pieces(self) -> list[tuple[np.ndarray, np.ndarray]]:
+    def next_pieces(self) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Return the documents' parts in the next row: the tokens of each, and their labels; none after the last."""
         self.counts = Counts()
         pieces: list[tuple[np.ndarray, np.ndarray]] = []
         wanted, whole = self._packing.seq_len, self._packing.whole
@@ -218,40 +222,42 @@ class Lane:
 class WholeLane(Lane):
     """Rows of whole documents from one lane of a corpus, starting at a cursor.
 
-    Documents of WINDOW_ROWS rows' tokens, a window, are read at a time, the longest first put into the fullest row that
-    has room for it (best fit, decreasing). A window ends with its epoch. Rows are in the order of their first document.
-    A pair counts as one, and becomes two documents, 2k and 2k + 1 of its row, which has PAIRS_PER_ROW at most.
+    Documents of `window_rows` rows' tokens, a window, are read at a time, the longest first put into the fullest row
+    that has room for it (best fit, decreasing). At an epoch's end the window is filled up to a whole row by the next
+    epoch's first documents. Rows are in the order of their first document. A pair counts as one, and becomes two
+    documents, 2k and 2k + 1 of its row, which has PAIRS_PER_ROW at most.
     """
 
     _window: list[list[Tokens]]  # the documents of its rows
 
     def __init__(self, corpus: Corpus, tokenizer: Tokenizer, packing: Packing, number: int, cursor: Cursor) -> None:
         super().__init__(corpus, tokenizer, packing, number, cursor)
-        self._window, self._next_document = [], cursor.document
+        self._window, self._after = [], (cursor.epoch, cursor.document)  # the epoch and document after the window
         self._uncounted = Counts()
-        self._is_open = False
 
-    def _next_pieces(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        if not self._is_open:  # the first row, perhaps of a resumed lane: the cursor is in the middle of a window
-            self._documents = self._corpus.documents(self._number, self.cursor.epoch, self.cursor.document)
-            self._is_open, offset = True, self.cursor.offset
+    def next_pieces(self) -> list[tuple[np.ndarray, np.ndarray]]:
+        if self._documents is None:  # the first row, perhaps of a resumed lane: the cursor is in the middle of a window
             self._read_window()
-            if offset:  # they were counted with the window's first row
+            if self.cursor.offset:  # they were counted with the window's first row
                 self._uncounted = Counts()
-        for _ in range(_EMPTY_EPOCHS):
-            if self.cursor.offset < len(self._window):
-                break
-            self.cursor = self.cursor._replace(document=self._next_document, offset=0)
-            if not self._read_window() and not self._begin_epoch():
-                break
+        empty = 0
+        while self.cursor.offset >= len(self._window) and not self._has_ended and empty < _EMPTY_EPOCHS:
+            self.cursor = Cursor(self.cursor.row, *self._after)
+            self._read_window()
+            empty += not self._window
         self.counts, self._uncounted = self._uncounted, Counts()
-        if self.cursor.offset >= len(self._window):
-            self._refuse_empty()
-            self.cursor = self.cursor._replace(row=self.cursor.row + 1)
-            return []
         row, offset = self.cursor.row, self.cursor.offset
+        if offset >= len(self._window):
+            self._refuse_empty()
+            self.cursor = self.cursor._replace(row=row + 1)
+            return []
         self.cursor = self.cursor._replace(row=row + 1, offset=offset + 1)
         return [(ids, _labels(ids, is_target)) for ids, is_target in self._window[offset]]
+
+    @property
+    def _has_ended(self) -> bool:
+        """Whether no document follows the window."""
+        return 0 < self._packing.epochs <= self._after[0]
 
     def _what_is_empty(self) -> str:
         return (
@@ -259,40 +265,52 @@ class WholeLane(Lane):
             " assistant; python -m torchtitan_graph.data with --training.loss_on all shows them"
         )
 
-    def _begin_epoch(self) -> bool:
-        begins = super()._begin_epoch()
-        if begins:
-            self._next_document = 0
-            self._read_window()
-        return begins
-
-    def _read_window(self) -> bool:
-        """Read the documents of the next rows, from the epoch's next one on; return whether there are any."""
-        documents: list[tuple[Tokens, ...]] = []
-        num_tokens, seq_len = 0, self._packing.seq_len
-        assert self._documents is not None
-        while num_tokens < WINDOW_ROWS * seq_len and (item := next(self._documents, None)) is not None:
-            index, document = item
-            self._next_document = index + 1
-            if isinstance(document, Skipped):
-                self._uncounted += Counts(**{document.kind: 1})
-                self._num_empty += 1
+    def _read_window(self) -> None:
+        """Read the documents of the next rows, from those after the window on, and put them into rows."""
+        read: list[tuple[tuple[int, Document], list[tuple[Tokens, ...]], Counts]] = []
+        num_tokens, seq_len, first_epoch = 0, self._packing.seq_len, self._after[0]
+        wanted, num_of_next = window_rows(seq_len) * seq_len, 0  # documents of the next epoch
+        if self._documents is None:
+            self._documents = self._corpus.documents(self._number, *self._after)
+        while num_tokens < wanted and not self._has_ended and self._after[0] < first_epoch + 2:
+            epoch, _ = self._after
+            if (item := next(self._documents, None)) is None:
+                self._after = epoch + 1, 0
+                self._documents = self._corpus.documents(self._number, *self._after)
+                wanted = min(wanted, -(-num_tokens // seq_len) * seq_len)
                 continue
-            if isinstance(document, Contexts):
-                self._uncounted += Counts(split=1, contexts=len(document.contexts))
-            for together in _packed_together(document):
-                kept, counts = self._fitted(together)
-                self._uncounted += counts
-                if kept is None:
-                    self._num_empty += 1
-                else:
-                    documents.append(kept)
-                    num_tokens += _size(kept)
+            read.append((item, *self._all_fitted(item[1])))
+            num_of_next += epoch > first_epoch
+            num_tokens += sum(map(_size, read[-1][1]))
+            self._after = epoch, item[0] + 1
+        rows = self._in_rows([kept for _, kept, _ in read])
+        # Documents of the next epoch that would begin one more row are for the next window.
+        while len(rows) * seq_len > wanted and num_of_next and self._after[0] == first_epoch + 1:
+            item, *_ = read.pop()
+            self._documents, self._after = itertools.chain([item], self._documents), (first_epoch + 1, item[0])
+            num_of_next -= 1
+            rows = self._in_rows([kept for _, kept, _ in read])
+        self._window = rows
+        self._uncounted += sum((counts for *_, counts in read), Counts())
+        self._num_empty += sum(not kept for _, kept, _ in read)
+
+    def _in_rows(self, read: list[list[tuple[Tokens, ...]]]) -> list[list[Tokens]]:
+        """Return the documents of each row."""
+        documents = [parts for kept in read for parts in kept]
         sizes = [*map(_size, documents)]
         most = PAIRS_PER_ROW if any(len(parts) > 1 for parts in documents) else len(sizes)
-        rows = [[i] for i in range(len(sizes))] if self._packing.alone else best_fit(sizes, seq_len, most)
-        self._window = [[part for i in row for part in documents[i]] for row in rows]
-        return bool(documents)
+        rows = best_fit(sizes, self._packing.seq_len, most)
+        if self._packing.alone:
+            rows = [[number] for number in range(len(sizes))]
+        return [[part for number in row for part in documents[number]] for row in rows]
+
+    def _all_fitted(self, document: Document) -> tuple[list[tuple[Tokens, ...]], Counts]:
+        """Return what of a document becomes parts of rows, as it fits into one, with the counts of what does not."""
+        if isinstance(document, Skipped):
+            return [], Counts(**{document.kind: 1})
+        fitted = [self._fitted(together) for together in _packed_together(document)]
+        split = Counts(split=1, contexts=len(fitted)) if isinstance(document, Contexts) else Counts()
+        return [kept for kept, _ in fitted if kept is not None], sum((counts for _, counts in fitted), split)
 
     def _fitted(self, parts: tuple[Tokens, ...]) -> tuple[tuple[Tokens, ...] | None, Counts]:
         """Return a document, or the two of a pair, as they fit into a row, None if dropped."""
@@ -309,6 +327,11 @@ class WholeLane(Lane):
         if not all(part.is_target[1:room].any() for part in parts):
             return None, Counts(without_target=1)
         return tuple(Tokens(ids[:room], is_target[:room]) for ids, is_target in parts), Counts(cut=int(longest > room))
+
+
+def window_rows(seq_len: int) -> int:
+    """Return the number of rows that whole documents are put into together."""
+    return min(max(WINDOW_ROWS, _WINDOW_TOKENS // seq_len), _MOST_WINDOW_ROWS)
 
 
 def _packed_together(document: Document) -> list[tuple[Tokens, ...]]:

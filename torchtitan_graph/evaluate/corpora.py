@@ -13,7 +13,7 @@ from torchtitan_graph.data.token_bytes import token_bytes
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.evaluate.model import Evaluated
 from torchtitan_graph.parallel.layout import CP
-from torchtitan_graph.trainer import open_validation
+from torchtitan_graph.trainer import count_rows, open_validation
 
 
 class CorpusResult(NamedTuple):
@@ -45,12 +45,12 @@ def evaluate_corpora(evaluated: Evaluated) -> dict[str, CorpusResult]:
         UserError: a corpus can't be read, or has no target.
     """
     blueprint, layout = evaluated.blueprint, evaluated.scoring.layout
-    device, config = blueprint.target.device, blueprint.config.validation
+    device = blueprint.target.device
     sizes_V = token_bytes(blueprint.tokenizer)
     results = {}
     for metric, (data, most, option) in open_validation(blueprint).items():
-        rows = config.local_batch_size * blueprint.dims.data
-        feed = Feed(data, layout, device, rows_per_step=rows, most=most)
+        count_rows(data)
+        feed = Feed(data, layout, device, most=most)
         # log-likelihood, likeliest targets, targets, bytes: of this rank's rows
         totals = torch.zeros(4, dtype=torch.float64)
         while (batches := feed.next()) is not None:

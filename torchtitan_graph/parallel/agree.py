@@ -72,6 +72,21 @@ def gather_from_ranks(function: Callable[[], T], group: dist.ProcessGroup | None
     return _gather(on_all_ranks(function, group), group)
 
 
+def share(function: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
+    """Run `function` on every rank, and return all results, in rank order, on all ranks; if it raises on any, the error
+    of the first such rank is raised on all."""
+    outcome: tuple[Any, Exception | None]
+    try:
+        outcome = function(), None
+    except Exception as error:
+        outcome = None, _picklable(error)
+    outcomes: list[Any] = _gather(outcome, group)
+    for _, failure in outcomes:
+        if failure is not None:
+            raise failure
+    return [result for result, _ in outcomes]
+
+
 def describe(error: BaseException) -> str:
     """Return an error's type and text in one line; of `RanksFailed` the text, which names each rank's type."""
     return str(error) if isinstance(error, RanksFailed) else f"{type(error).__name__}: {error}"

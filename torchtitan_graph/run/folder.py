@@ -112,18 +112,18 @@ class RunFolder:
         with self.status.during(activity) if self.status else nullcontext():
             yield
 
-    def resume(self, step: int) -> None:
-        """Record the step after which training resumes."""
+    def resume(self, step: int, num_steps: int) -> None:
+        """Record the step after which training resumes, and the number of the run's steps."""
         if self.status:
-            self.status.resume(step)
+            self.status.resume(step, num_steps)
 
-    def wait_for_replicas(self, config: JobConfig) -> None:
+    def wait_for_replicas(self, config: JobConfig, num_steps: int) -> None:
         """Wait for the job's other replica groups, unless one of them trains already: a job begins with all of them, or
         after fault_tolerance.join_timeout_seconds. All ranks call together."""
         table = config.fault_tolerance
         others = [replica_folder(config, number) for number in range(table.replicas) if number != table.replica]
         most_s = float(table.join_timeout_seconds)
-        on_rank_0(lambda: self._wait_for_replicas(others, most_s, config.training.steps), files_group())
+        on_rank_0(lambda: self._wait_for_replicas(others, most_s, num_steps), files_group())
 
     def _wait_for_replicas(self, others: Sequence[Path], most_s: float, steps: int) -> None:
         assert self.status is not None, "rank 0 has it"

@@ -96,8 +96,9 @@ class Status:
         self._seconds["lost"] += killed
         self._seconds["restarting" if same_job else "idle"] += gap - killed
 
-    def resume(self, step: int) -> None:
-        """Record the step after which training resumes: the time of later ones, at their mean, is counted as lost."""
+    def resume(self, step: int, num_steps: int) -> None:
+        """Record the number of steps, and the one after which training resumes: the time of later ones, at their
+        mean, is counted as lost."""
         done = self._before["step"] if self._before else 0
         with self._mutex:
             self._count("useful")
@@ -105,7 +106,7 @@ class Status:
                 lost = self._seconds["useful"] * (done - step) / done
                 self._seconds["useful"] -= lost
                 self._seconds["lost"] += lost
-            self._content["step"] = step
+            self._content |= {"step": step, "total_steps": num_steps}
             self._first_step, self._first_at = step, time.time()
 
     @contextmanager

@@ -114,7 +114,7 @@ def test_a_cursor_resumes_its_lane(texts_source, texts, seq_len, rows_before, ep
     assume(any(texts) or epochs)
     lane = lane_of(texts_source, texts, seq_len, epochs, whole=whole)
     for number in range(rows_before):
-        lane.next_row() if number % 2 else lane.skip_row()
+        lane.next_row() if number % 2 else lane.next_pieces()
     resumed = lane_of(texts_source, texts, seq_len, epochs, lane.cursor, whole)
     for _ in range(5):
         np.testing.assert_array_equal(resumed.next_row(), lane.next_row())
@@ -228,7 +228,7 @@ def test_conversations_are_in_one_row_each_and_once(sizes, too_long, alone):
 def test_a_cursor_resumes_a_lane_of_conversations(sizes, rows_before, epochs, alone):
     lane = whole_lane(sizes, epochs=epochs, alone=alone)
     for number in range(rows_before):
-        lane.next_row() if number % 2 else lane.skip_row()
+        lane.next_row() if number % 2 else lane.next_pieces()
     resumed = whole_lane(sizes, epochs=epochs, alone=alone, cursor=lane.cursor)
     for _ in range(8):
         np.testing.assert_array_equal(resumed.next_row(), lane.next_row())

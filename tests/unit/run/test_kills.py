@@ -22,7 +22,7 @@ def run_once(folder: Path) -> None:
     run = RunFolder(config)
     jsonl.begin(folder / "metrics.jsonl", 1)
     run.save_config(config)
-    run.resume(1)
+    run.resume(1, 10)
     for step in range(2, STEPS + 1):
         jsonl.append(folder / "metrics.jsonl", {"step": step, "loss": 1 / 3})
         run.done(step, 1 / 3)

@@ -29,7 +29,7 @@ def test_every_second_is_counted_once(tmp_path: Path, monkeypatch: pytest.Monkey
 
     first = Status(tmp_path, total_steps=100)
     wait(5)
-    first.resume(0)
+    first.resume(0, 100)
     wait(40)
     first.done(10)
     with first.during("checkpoint"):
@@ -45,7 +45,7 @@ def test_every_second_is_counted_once(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(stop, "START", clock)
     second = Status(tmp_path, total_steps=100)
     wait(4)
-    second.resume(8)  # two steps of four seconds are done again
+    second.resume(8, 100)  # two steps of four seconds are done again
     wait(10)
     second.done(10)
     second.write(STOPPED, "SIGUSR1")
@@ -90,7 +90,7 @@ def test_what_a_person_looks_for_is_there(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(time, "time", lambda: clock)
     monkeypatch.setattr(stop, "START", clock)
     status = Status(tmp_path, total_steps=100)
-    status.resume(20)
+    status.resume(20, 100)
     assert written(tmp_path)["time_left"] is None
     clock += 400
     status.done(40, loss=2.5)
@@ -137,7 +137,7 @@ def test_a_damaged_status_is_ignored_with_a_warning(
     (tmp_path / "status.json").write_text(damage(written(tmp_path)))
     again = Status(tmp_path, total_steps=1)
     assert "status.json" in caplog.text and "is ignored" in caplog.text
-    again.resume(0)
+    again.resume(0, 100)
     again.write(FINISHED)
     assert written(tmp_path)["restarts"] == 0 and again.goodput()
 
@@ -153,7 +153,7 @@ def test_a_fifo_and_a_giant_are_no_status(tmp_path: Path, caplog: pytest.LogCapt
 
 def test_steps_that_take_for_ever_are_told(tmp_path: Path) -> None:
     status = Status(tmp_path, total_steps=2**62)
-    status.resume(0)
+    status.resume(0, 2**62)
     status.done(1)
     time.sleep(1e-3)
     status.write()

@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),  # PEFT reads it
 ]
 ROWS, SEQ_LEN, EPOCHS, BETA = 6, 96, 2, 0.1
-WORDS = "tea milk water juice pour brew drink share please now can you some the for a hot cold with sugar".split()
+WORDS = ["tea", "milk", "water", "juice", "pour", "brew", "drink", "please", "now", "can", "you", "some", "the", "for"]
 ADAMW = dict(betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
 
 
@@ -105,8 +105,8 @@ def options(kind: str, folder: Path, out: Path) -> list[str]:
         "--training.seq_len", str(SEQ_LEN), "--training.local_batch_size", "2", "--training.epochs", str(EPOCHS),
         "--training.global_batch_size", str(ROWS), "--training.dtype", "float64",
         "--training.mixed_precision_param", "float64", "--optimizer.lr", "1e-3", "--lr_scheduler.warmup_steps", "2",
-        "--checkpoint.initial_load_in_hf", "--checkpoint.interval", "1000", "--training.steps", "100000", "--validation.no-enable",
-        "--activation_checkpoint.mode", "none",
+        "--checkpoint.initial_load_in_hf", "--checkpoint.interval", "1000", "--training.steps", "100000",
+        "--validation.no-enable", "--activation_checkpoint.mode", "none",
     ]  # fmt: skip
     if kind == "lora":
         words += ["--model.lora.rank", "4", "--model.lora.alpha", "8"]

@@ -121,7 +121,8 @@ def _call(pieces: Sequence[Piece], length: int, offset: int, window: int, num_qu
     queries = (query_P + own_L).clamp(max=num_queries - 1).flatten()
     keys = (key_P + torch.arange(length + offset, device="cpu")).clamp(max=num_keys - 1).flatten()
     real = (own_L < length_P).flatten().nonzero().squeeze(1)
-    return Call(len(pieces), length, *map(_as_slice, (queries, keys, queries[real], real)), offset, window)
+    places = [_as_slice(x) for x in (queries, keys, queries[real], real)]
+    return Call(len(pieces), length, places[0], places[1], places[2], places[3], offset, window)
 
 
 def _as_slice(places: Tensor) -> Places:

@@ -181,8 +181,8 @@ def _log_dense_masks(config: JobConfig, model: Decoder, dims: ParallelDims, opti
     """Log the memory of dense masks on a GPU, and the attention implementations without them."""
     (rows, keys), itemsize = options.rows, options.precision.compute.itemsize
     queries, nothing = keys // dims.cp, torch.zeros(1, 1, dtype=torch.int64)
-    rules, segments = model.mask_rules(nothing, nothing).keys(), model.segments(nothing, nothing).keys()
-    segments -= model.windows().keys()
+    rules = model.mask_rules(nothing, nothing).keys()
+    segments = model.segments(nothing, nothing).keys() - model.windows().keys()
     instead = []
     if not config.training.dynamic_seq_len and "compile_regions" not in options.disabled:
         instead.append("auto or flex")

@@ -32,8 +32,8 @@ EXPECTED: dict[str, tuple[str, ...]] = {
     "saved": ("eb658fb9872a9a8e", "cf187c599e934b9f", "9b2c2a4f7fc709df"),
     "shards": ("7789cbc3b9e30305", "43bb875fef7339ee", "33241dd902ab4372"),
     "own": ("c85d39dbaf313879", "f9b5fd92026c364e", "675b6b195feb4e45"),
-    "chats.jsonl": ("7f733c86d6edfb45", "424bab6b67d14d5f", "99c7643ab67d58da"),
-    "mixture": ("111acc807c30553a", "7d502dbfdaf8fbe7"),
+    "chats.jsonl": ("cfa60b19391c10c0", "a660e94a3e43bd23", "12a28bb84c4e9110"),
+    "mixture": ("4b1c6bdca392c8e4", "08c74d95334800ba"),
 }
 
 
@@ -57,7 +57,7 @@ def places(tmp_path_factory) -> Path:
         (root / "folder" / f"{number}.txt").write_text(text)
     (root / "pieces.txt").write_text("".join(f"{text}\n" * 4 for text in TEXTS))
     (root / "lines.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
-    rows = [{"prompt": text[:9], "completion": text[9:]} for text in TEXTS]
+    rows = [{"prompt": text[:9], "completion": f"{text[9:]}."} for text in TEXTS]
     (root / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     table = datasets.Dataset.from_dict({"text": TEXTS})
     table.to_parquet(str(root / "table.parquet"))

@@ -115,7 +115,7 @@ def test_run_ends_where_the_data_ends(tmp_path: Path) -> None:
     )
     assert code == 0, output
     last = records(tmp_path / "run")[-1]
-    assert f"the data is used up after step {last['step']}" in output
+    assert f" in {last['step']} steps of " in output
     assert 2 < last["step"] < 20
     assert last["validation_loss"] > 0
     assert saved_steps(tmp_path / "run") == [last["step"]]

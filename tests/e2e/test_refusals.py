@@ -93,7 +93,10 @@ def test_mistake_in_a_file(toml: str, parts: list[str], tmp_path: Path) -> None:
             "--checkpoint.initial_load_in_hf --checkpoint.initial_load_path ./nowhere",
             ["checkpoint.initial_load_in_hf = true: nowhere holds neither model.safetensors"],
         ),
-        ("--training.global_batch_size 7", ["training.global_batch_size = 7", "multiple of", "= 2, or -1"]),
+        (
+            "--training.global_batch_size 7",
+            ["training.global_batch_size = 7", "multiple of", "= 2, such as 6 or 8, or -1"],
+        ),
     ],
     ids=lambda value: value.split()[0].removeprefix("--") if isinstance(value, str) else "",
 )
@@ -106,7 +109,7 @@ def test_mistake_in_an_option(options: str, parts: list[str], tmp_path: Path) ->
     [
         ("--parallelism.tensor_parallel_degree 3", ["tensor_parallel_degree = 3", "multiply", "= 3, not 4"]),
         ("--parallelism.data_parallel_replicate_degree 3", ["data_parallel_replicate_degree = 3", "not 4"]),
-        ("--training.global_batch_size 12", ["training.global_batch_size = 12", "4 = 8, or -1"]),
+        ("--training.global_batch_size 12", ["training.global_batch_size = 12", "4 = 8, such as 8 or 16, or -1"]),
         ("--parallelism.tensor_parallel_degree 4", ["parallelism.tensor_parallel_degree = 4"]),  # 2 key-value heads
     ],
 )

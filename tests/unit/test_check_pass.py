@@ -1,5 +1,6 @@
 """`torchtitan_graph.check_pass` passes a right pass, and shows what is wrong with another on a small graph."""
 
+import argparse
 import os
 import re
 import subprocess
@@ -134,7 +135,7 @@ def test_a_name_that_there_is_not(arguments: list[str], said: str, capsys: pytes
 
 def test_what_rests_on_a_check_that_failed_is_skipped_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     checks = [Check("the graphs", partial(check_changed, [])), Check("the numbers", lambda: "", needs="the graphs")]
-    assert report("mine", checks, False, False) == 1
+    assert report("mine", checks, argparse.Namespace(only=None, traceback=False, exitfirst=False)) == 1
     assert "for this did not pass: the graphs" in capsys.readouterr().out
 
 

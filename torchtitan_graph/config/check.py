@@ -562,17 +562,8 @@ def _last_factor(schedule: LRScheduler, total_steps: int) -> float:
 
 
 def _never(config: JobConfig) -> Iterator[Problem]:
-    """Yield each number of steps that is longer than the run, so that what it spaces never happens, or only at the
-    end."""
+    """Yield each number of steps that is longer than the run, so that what it spaces never happens."""
     steps, profiling = config.training.steps, config.profiling
-    only_after = {
-        "validation.freq": ("validates", config.validation.enable),
-        "samples.freq": ("writes samples", bool(config.samples.prompts)),
-        "checkpoint.interval": (
-            "saves a checkpoint",
-            config.checkpoint.enable and not config.checkpoint.load_only and not config.checkpoint.interval_minutes,
-        ),
-    }
     never = {
         "profiling.profile_freq": (
             "nothing is profiled",
@@ -584,9 +575,6 @@ def _never(config: JobConfig) -> Iterator[Problem]:
     for key, (what, is_on) in never.items():
         if is_on and get(config, key) > steps:
             yield Problem(key, f"{what}, for the run has training.steps {steps}: set it to at most that")
-    for key, (what, is_on) in only_after.items():
-        if is_on and is_set(config, key) and get(config, key) > steps:
-            yield Problem(key, f"the run {what} only after its last step, for it has training.steps {steps}")
 
 
 def _notices(config: JobConfig) -> Iterator[Problem]:

@@ -67,7 +67,7 @@ class Published(NamedTuple):
 
     @property
     def name(self) -> str:
-        degrees = [f"{axis} {n}" for axis, n in (("tp", self.tp), ("cp", self.cp), ("pp", self.pp)) if n > 1]
+        degrees = [f"{what} {n}" for what, n in (("TP", self.tp), ("CP", self.cp), ("PP", self.pp)) if n > 1]
         schedule = [self.schedule] if self.pp > 1 else []
         family = "" if self.family == "llama3" else f"{self.family} "
         job = [f"{family}{self.model} {self.world} {self.board}", f"{self.rows} x {self.seq_len}"]

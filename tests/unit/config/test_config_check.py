@@ -419,9 +419,6 @@ def test_what_has_no_effect_is_said(arguments: str, notice: str) -> None:
             "--checkpoint.enable --checkpoint.keep_every 11",
             "no checkpoint is kept for good, for the run has training.st",
         ),
-        ("--checkpoint.enable --checkpoint.interval 11", "the run saves a checkpoint only after its last step, for it"),
-        ("--validation.enable --validation.freq 11", "the run validates only after its last step, for it has training"),
-        ("--samples.prompts a --samples.freq 11", "the run writes samples only after its last step, for it has"),
     ],
 )
 def test_what_a_run_is_too_short_for_is_said(arguments: str, notice: str) -> None:

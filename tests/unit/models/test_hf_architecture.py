@@ -238,10 +238,10 @@ DRY = ["--comm.mode", "fake_backend"]
 @pytest.mark.parametrize(
     ("machine", "words", "chosen"),
     [
-        ("cpu", [], "sdpa"),
+        ("cpu", [], "varlen"),
         ("cuda", [], "flex"),
         ("cpu", DRY, "flex"),  # a dry run stands for an H100
-        ("cpu", [*DRY, "--comm.fake_device", "CPU"], "sdpa"),
+        ("cpu", [*DRY, "--comm.fake_device", "CPU"], "varlen"),
         ("cuda", [*DRY, "--comm.fake_device", "CPU"], "flex"),  # as graphs are made before a run
         ("cuda", ["--training.dynamic_seq_len", "--training.seq_len", "64"], "sdpa"),
         ("cuda", ["--compile.disable_passes", "compile_regions"], "sdpa"),

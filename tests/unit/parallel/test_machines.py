@@ -49,7 +49,7 @@ def test_machines_that_the_processes_do_not_fill_are_refused_with_all_else_that_
             "3",
         ]
     )
-    with pytest.raises(UserError, match=f"3 problems(?s:.*)ranks_per_machine = {near}: 4 .*legal are 1, 2, 4"):
+    with pytest.raises(UserError, match=f"3 problems(?s:.*)ranks_per_machine = {near}: 4 .*set it to 1, 2 or 4"):
         check(config, 4)
 
 

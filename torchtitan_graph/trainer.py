@@ -192,6 +192,7 @@ class Trainer:
             self.layout,
             self.device,
             in_pairs=self.config.training.format == "preference",
+            num_ahead=self.config.model.num_mtp_layers,
             **of_replicas,
         )
 
@@ -369,7 +370,7 @@ class Trainer:
         if batches is None:
             return None
         with metrics.watch_work(self.step + 1):
-            return batches, self.steps.train(batches.on_device, batches.divisor, batches.on_host)
+            return batches, self.steps.train(batches.on_device, batches.divisor, batches.on_host, batches.totals)
 
     def _roll_back(self, leaps: Leaps) -> None:
         """Go back to the weights of the newest checkpoint with other ones than now, and on with the data. All ranks

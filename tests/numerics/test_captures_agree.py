@@ -13,6 +13,7 @@ from torchtitan_graph.parallel.layout import ParallelDims
 from torchtitan_graph.parallel.recompute import Recompute
 
 pytestmark = pytest.mark.skipif(torch.__version__ < "2.13", reason="Dynamo captures steps from torch 2.13 on")
+TOTALS = torch.ones(2, dtype=torch.int64)
 EXPERTS = {"family": "qwen3", "flavor": "debugmodel_moe"}
 OWN = [name for name in family_names() if name != "transformers"]  # which Dynamo can't trace
 FAST = {
@@ -67,7 +68,7 @@ def words_of_a_stage(cell: Cell) -> str:
     steps.model.get_submodule("layers.0").attention_norm.eps = 0.5
     stages[0].begin()
     try:
-        stages[0].forward(0, lambda: steps._inputs(batches[0], None, num_tokens), None)
+        stages[0].forward(0, lambda: steps._inputs(batches[0], None, num_tokens, TOTALS), None)
     except UserError as error:
         return str(error)
     return "nothing"

@@ -58,7 +58,7 @@ UNEVEN = {"changes": (*TWO_LAYERS, ("moe_ffn_dim", 13), ("ffn_dim", 13))}
 MANY = {"changes": (*TWO_LAYERS, ("num_experts", 8))}
 
 
-def _first_experts(router: Router, scores_TE: Tensor) -> Tensor:
+def _first_experts(router: Router, scores_TE: Tensor, is_token_BL: Tensor | None) -> Tensor:
     return torch.arange(router.config.top_k).expand(len(scores_TE), -1).contiguous()
 
 

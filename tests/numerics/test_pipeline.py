@@ -64,6 +64,8 @@ def cell(dims: ParallelDims, schedule: str, precision=FP32, **other) -> Cell:
     )
 
 
+TOTALS = torch.ones(2, dtype=torch.int64)  # not read: no stage here has losses of experts
+
 # --- torch's own stages, bit for bit ---------------------------------------------------------------------------------
 
 
@@ -92,7 +94,7 @@ def seen_by_torch(cell: Cell) -> Seen:
     make = get_schedule_class(dict(cell.pipeline)["pipeline_parallel_schedule"])
 
     def loss(y, at):
-        labels_BL = of_this_rank(batches[int(at)], models[-1], layout)[0].labels_BL
+        labels_BL = of_this_rank(batches[int(at)], TOTALS, models[-1], layout)[0].labels_BL
         return cross_entropy(y, labels_BL, num_tokens)
 
     runtime = make(stages if len(stages) > 1 else stages[0], len(batches), loss_fn=loss, scale_grads=False)
@@ -104,7 +106,7 @@ def seen_by_torch(cell: Cell) -> Seen:
 
 
 def run_stage(model, layout, names, batches, number, x, at):
-    batch, masks = of_this_rank(batches[int(at)], model, layout)
+    batch, masks = of_this_rank(batches[int(at)], TOTALS, model, layout)
     x = x if number else batch.tokens_BL
     return type(model).forward(model, x, batch.positions_BL, masks, only=names)
 

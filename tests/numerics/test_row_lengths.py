@@ -37,6 +37,13 @@ SLOW = {
     "deepseek_v3 with tokens ahead": Cell(
         family="deepseek_v3", changes=(("num_mtp_layers", 1),), auxiliary=AuxiliaryLoss(load_balance=0.1, router_z=0.01)
     ),
+    "a transformers mixture with losses": Cell(
+        family="transformers",
+        flavor="qwen2_moe",
+        changes=(("num_layers", 1),),
+        auxiliary=AuxiliaryLoss(0.1, True, 0.01),
+    ),
+    "qwen3 with experts by machine": Cell(ParallelDims(dp_shard=2, ep=2, ep_near=1), **EXPERTS, num_steps=2),
     "llama3 in float8": Cell(precision=BF16, float8=Recipe(), ffn_dim=128),
     "llama4": Cell(family="llama4"),
     "deepseek_v3 in EP 2": Cell(ParallelDims(dp_shard=2, ep=2), family="deepseek_v3"),

@@ -278,7 +278,7 @@ def test_what_is_traced_on_takes_no_memory_however_many_tokens(attn: str) -> Non
     alone = SimpleNamespace(dims=ParallelDims(), degree=lambda axis: 1)
     assembly = Assembly(model, llama3, alone, options_of(config, model))  # type: ignore[arg-type]
     batch, masks, _ = example_inputs(assembly, (1, MOST_TOKENS))
-    assert all(x.is_meta and x.shape == (1, MOST_TOKENS) for x in batch)
+    assert all(x.is_meta for x in batch) and {x.shape for x in batch[:4]} == {(1, MOST_TOKENS)}
     leaves = [x for x in torch.utils._pytree.tree_leaves(masks) if isinstance(x, torch.Tensor)]
     assert sum(x.numel() for x in leaves if not x.is_meta) < 10
     assert model.visible_in_one_document(2**22)["layers.0"] == (2**22 + 1) / 2**23

@@ -32,11 +32,11 @@ class Flops:
     matmul: int
     attention: Mapping[str, int]
 
-    def of(self, visible: Mapping[str, float], length: float = 1.0) -> float:
-        """Return the FLOPs where a block's mask allows the fraction `visible` of all pairs, and rows have the fraction
-        `length` of the traced tokens."""
+    def of(self, visible: Mapping[str, float], length: float = 1.0, filled: float = 1.0) -> float:
+        """Return the FLOPs where a block's mask allows the fraction `visible` of all pairs, rows have the fraction
+        `length` of the traced tokens, and the fraction `filled` of those is no padding."""
         attention = sum(count * visible[block] for block, count in self.attention.items())
-        return self.matmul * length + attention * length**2
+        return self.matmul * length * filled + attention * length**2
 
     def __add__(self, other: Flops) -> Flops:
         return Flops(self.matmul + other.matmul, {**self.attention, **other.attention})  # no block is in two graphs

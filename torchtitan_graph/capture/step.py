@@ -34,14 +34,17 @@ METRIC = "metric/"  # prefix of the names of metrics there
 # Names of the terms that are not a model's own.
 CROSS_ENTROPY, EXPERTS, AHEAD, STEP = "cross_entropy", "experts", "ahead", "step"
 IGNORE_INDEX = -100  # a label that is not a target, as in torch's cross_entropy and data/batch.py
+PADDING = -1  # the document of a position that is no token, as in data/batch.py
 
 
 class Inputs(Protocol):
-    """The fields of a batch that a step reads."""
+    """The fields of a batch that a step reads. `totals`, of all microbatches and ranks of the step, are as in
+    steps/inputs.py; a batch without them is a step by itself."""
 
     tokens_BL: Tensor
     labels_BL: Tensor
     positions_BL: Tensor
+    documents_BL: Tensor
 
 
 # (logits_BLV, labels_BL, num_tokens, None, batch) or (x_BLD, labels_BL, num_tokens, output, batch) -> a scalar, this
@@ -54,19 +57,39 @@ _NAME = re.compile(r"[\w.-]{1,100}", re.ASCII)
 _PAGE = "see docs/extend/family.md"
 
 
+class Real(NamedTuple):
+    """Which positions of a microbatch are tokens, and not padding; and in all microbatches and ranks of the step, the
+    number of tokens, and that of rows with any: the denominators of means."""
+
+    is_token_BL: Tensor
+    num_tokens: Tensor
+    num_rows: Tensor
+
+    @staticmethod
+    def of(is_token_BL: Tensor) -> Real:
+        """Return the same for a microbatch that is a step by itself."""
+        return Real(is_token_BL, is_token_BL.sum().clamp(min=1), is_token_BL.any(1).sum().clamp(min=1))
+
+
+def real_of(batch: Any) -> Real:
+    """Return which positions of a batch are tokens, and the denominators of means."""
+    is_token_BL, totals = batch.documents_BL != PADDING, getattr(batch, "totals", None)
+    return Real.of(is_token_BL) if totals is None else Real(is_token_BL, totals[0], totals[1])
+
+
 class SideOutputs(NamedTuple):
     """The results of a model's forward pass, other than the logits, when it is called with `side_outputs=True`.
 
     losses  terms of the training loss by name, a number for each token, (B, L): the mean of each over all tokens of the
-            step is added to it, equal for every number of microbatches and ranks
+            step is added to it, without padding, equal for every number of microbatches and ranks
     metrics  numbers to log, by name: the same means, which are no part of the loss
     state   new state, by name: it leaves the step as a value, and `model.after_step` applies it. Each is a count,
             summed over microbatches and over ranks with different data. (Slots of layers are state too, see
             `make_train_step`.)
     ahead   logits of the tokens further ahead, or their losses where the model was called with `loss`: the first's
-            targets are the labels' next ones, and so on
+            targets are the labels one position later, and so on
     ahead_weight  weight of the mean of their losses in the training loss
-    experts  scalars of mixtures of experts: each is already this microbatch's share of a mean over the step
+    experts  scalars of mixtures of experts: each is this microbatch's part of a mean over the step, see `Real`
     """
 
     losses: Mapping[str, Tensor] = {}  # none is changed; Dynamo can't read a MappingProxyType
@@ -104,16 +127,31 @@ def takes_loss(model: nn.Module) -> bool:
     return getattr(model, "projects_last", True) and "loss" in inspect.signature(model.forward).parameters
 
 
+def takes_real(module: nn.Module) -> bool:
+    """Return whether a module's forward has the argument `real`, by its name or among `**kwargs`."""
+    parameters = inspect.signature(module.forward).parameters.values()
+    return any(x.name == "real" or x.kind is inspect.Parameter.VAR_KEYWORD for x in parameters)
+
+
+def _real_given(model: nn.Module, batch: Inputs) -> dict[str, Real]:
+    """Return the argument `real` of a model's forward, where it has one."""
+    return {"real": real_of(batch)} if takes_real(model) else {}
+
+
 class _Head:
     """The loss of a model's logits for a batch, computed in its forward or after it, and the loss's metrics."""
 
     def __init__(self, model: nn.Module, loss: Callable[..., Any], batch: Inputs, num_tokens: Tensor) -> None:
-        self._loss, self._num_tokens, self._batch, self._labels = loss, num_tokens, batch, [batch.labels_BL]
+        self._loss, self._num_tokens, self._batch = loss, num_tokens, batch
         self.metrics: Mapping[str, Tensor] = {}
         self.given: dict[str, Any] = {"loss": self.of_output} if takes_loss(model) else {}
 
     def of_output(self, output: nn.Module | None, x: Tensor, ahead: int = 0) -> Tensor:
-        result = self._loss(x, self._labels_of(ahead), self._num_tokens, output, self._batch)
+        labels_BL, number = self._batch.labels_BL, self._num_tokens
+        if ahead:
+            labels_BL = labels_ahead(labels_BL, self._batch.documents_BL, ahead)
+            number = self._number_ahead(labels_BL, ahead)
+        result = self._loss(x, labels_BL, number, output, self._batch)
         if isinstance(result, Tensor):
             return result
         value, metrics = result
@@ -125,10 +163,10 @@ class _Head:
         """Return the loss from a model's result: its logits, unless it took the loss."""
         return result if self.given else self.of_output(None, result, ahead)
 
-    def _labels_of(self, ahead: int) -> Tensor:
-        while len(self._labels) <= ahead:
-            self._labels.append(next_labels(self._labels[-1]))
-        return self._labels[ahead]
+    def _number_ahead(self, labels_BL: Tensor, ahead: int) -> Tensor:
+        """Return the step's number of targets so many tokens further ahead."""
+        totals = getattr(self._batch, "totals", None)
+        return (labels_BL != IGNORE_INDEX).sum().clamp(min=1) if totals is None else totals[1 + ahead]
 
 
 def _forward(
@@ -137,7 +175,8 @@ def _forward(
     if isinstance(loss, OwnStep):
         return _forward_own(model, loss, batch, masks, num_tokens, under_fsdp)
     head = _Head(model, loss, batch, num_tokens)
-    returned = model(batch.tokens_BL, batch.positions_BL, masks, side_outputs=True, **head.given)
+    given = head.given | _real_given(model, batch)
+    returned = model(batch.tokens_BL, batch.positions_BL, masks, side_outputs=True, **given)
     result, side = checked(model, returned)
     terms = {CROSS_ENTROPY: [head(result)], **_terms(model, batch, side)}
     if side.ahead:
@@ -152,7 +191,8 @@ def _forward_own(
     """Run the user's step; to its loss are added the side losses of each call of the trained model with gradients."""
     # FSDP2 wants no view as a model's result; tensor parallelism's whole logits are one.
     projects = takes_loss(model) and under_fsdp
-    given = {"loss": lambda output, x, ahead: output(x).clone()} if projects else {}
+    given: dict[str, Any] = {"loss": lambda output, x, ahead: output(x).clone()} if projects else {}
+    given |= _real_given(model, batch)
 
     def run(of_call: Inputs, own_masks: Any) -> tuple[Tensor, SideOutputs]:
         rows = of_call.tokens_BL, of_call.positions_BL, own_masks
@@ -262,7 +302,7 @@ def _means(model: nn.Module, batch: Inputs, numbers: Mapping[str, Tensor], field
 
     Raises:
         UserError: one has no name of its own, or is not a number for each token; sums and means over a microbatch
-            would depend on the number of microbatches and ranks. Or microbatches have different numbers of tokens.
+            would depend on the number of microbatches and ranks.
     """
     wanted, at = tuple(batch.tokens_BL.shape), f"{type(model).__name__}: SideOutputs.{field}"
     for name, term in numbers.items():
@@ -277,19 +317,21 @@ def _means(model: nn.Module, batch: Inputs, numbers: Mapping[str, Tensor], field
                 "microbatches and ranks. A number for each row is expanded over the row's tokens, "
                 f"x_B[:, None].expand_as(tokens_BL); {_PAGE}"
             )
-    if numbers and model.parts_differ:
-        raise UserError(
-            f"training.dynamic_seq_len = true: not with SideOutputs.{field}, which {type(model).__name__} has:"
-            " a microbatch can't compute its mean over all tokens of a step, as others have rows of other lengths;"
-            " set it to false"
-        )
-    return {name: model.plain_term(name, term).mean() / model.num_parts for name, term in numbers.items()}  # type: ignore[operator]
+    if not numbers:
+        return {}
+    real = real_of(batch)
+    plain = {name: model.plain_term(name, term) for name, term in numbers.items()}  # type: ignore[operator]
+    return {name: x.masked_fill(~real.is_token_BL, 0).sum() / real.num_tokens for name, x in plain.items()}
 
 
-def next_labels(labels_BL: Tensor) -> Tensor:
-    """Return, for each position, the target of the one after it in its document, IGNORE_INDEX where there is none."""
-    following_BL = torch.cat((labels_BL[:, 1:], torch.full_like(labels_BL[:, :1], IGNORE_INDEX)), dim=1)
-    return torch.where(labels_BL == IGNORE_INDEX, IGNORE_INDEX, following_BL)
+def labels_ahead(labels_BL: Tensor, documents_BL: Tensor, ahead: int) -> Tensor:
+    """Return, for each position, the label so many positions later in its document, IGNORE_INDEX where there is none:
+    whether a token is a target does not depend on the tokens before it."""
+    if ahead >= labels_BL.shape[1]:
+        return torch.full_like(labels_BL, IGNORE_INDEX)
+    none_BK = torch.full_like(labels_BL[:, :ahead], IGNORE_INDEX)
+    is_same_BL = documents_BL[:, ahead:] == documents_BL[:, :-ahead]
+    return torch.cat((torch.where(is_same_BL, labels_BL[:, ahead:], IGNORE_INDEX), none_BK), dim=1)
 
 
 def make_train_step(
@@ -439,14 +481,15 @@ def make_eval_step(model: nn.Module, loss: Loss) -> Callable[[Inputs, Any, Tenso
             if isinstance(loss, OwnStep):
                 return _evaluate_own(model, loss, batch, masks, num_tokens)
             head = _Head(model, loss, batch, num_tokens)
-            return head(model(batch.tokens_BL, batch.positions_BL, masks, **head.given))
+            given = head.given | _real_given(model, batch)
+            return head(model(batch.tokens_BL, batch.positions_BL, masks, **given))
 
     return step
 
 
 def _evaluate_own(model: nn.Module, own: OwnStep, batch: Inputs, masks: Any, num_tokens: Tensor) -> Tensor:
     def run(of_call: Inputs, own_masks: Any) -> tuple[Tensor, None]:
-        return model(of_call.tokens_BL, of_call.positions_BL, own_masks), None
+        return model(of_call.tokens_BL, of_call.positions_BL, own_masks, **_real_given(model, batch)), None
 
     loss, _ = own.sums(StepModel(own, model, masks, run), batch)
     return loss / num_tokens
@@ -493,7 +536,8 @@ def make_stage_step(
 
 def _run_stage(model: nn.Module, stage: StageModules, batch: Inputs, masks: Any, x: Tensor | None, head: _Head) -> Any:
     given, of_last = batch.tokens_BL if x is None else x, head.given if stage.last else {}
-    return checked(model, model(given, batch.positions_BL, masks, side_outputs=True, only=stage.names, **of_last))
+    more = of_last | _real_given(model, batch)
+    return checked(model, model(given, batch.positions_BL, masks, side_outputs=True, only=stage.names, **more))
 
 
 def trace_stage_step(

@@ -29,12 +29,12 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from torchtitan_graph.capture.dynamo import CAPTURES
 from torchtitan_graph.capture.own_step import OwnStep
-from torchtitan_graph.capture.step import SideOutputs, StepOutput
+from torchtitan_graph.capture.step import Real, SideOutputs, StepOutput, takes_real
 from torchtitan_graph.capture.trace import Capture
 from torchtitan_graph.capture.traced import TracedResult
 from torchtitan_graph.config import job
 from torchtitan_graph.config.own import find_own
-from torchtitan_graph.data.batch import IGNORE_INDEX, Batch
+from torchtitan_graph.data.batch import IGNORE_INDEX, PADDING, Batch
 from torchtitan_graph.device import Target
 from torchtitan_graph.loss import Regularizers
 from torchtitan_graph.models.layers.adapt import adapt
@@ -316,13 +316,15 @@ def trace(cell: Cell, capture: Capture | None = None) -> Traced:
 class _PlainModel:
     """What a user's step is given, without any of the package's own: adapters are off where their B is zero."""
 
-    def __init__(self, model: Decoder, own: OwnStep, masks: Any) -> None:
-        self._model, self._reference, self._masks = model, own.reference, masks
+    def __init__(self, model: Decoder, own: OwnStep, masks: Any, real: Real) -> None:
+        self._model, self._reference, self._masks, self._real = model, own.reference, masks, real
         self.has_adapters, self.has_reference = own.adapters_off is not None, own.reference is not None
         self.side = SideOutputs()
 
     def __call__(self, batch: Batch) -> Tensor:
-        logits_BLV, self.side = self._model(batch.tokens_BL, batch.positions_BL, self._masks, side_outputs=True)
+        logits_BLV, self.side = self._model(
+            batch.tokens_BL, batch.positions_BL, self._masks, side_outputs=True, **_real_of(self._model, self._real)
+        )
         return logits_BLV  # type: ignore[no-any-return]
 
     @torch.no_grad()
@@ -351,31 +353,32 @@ class PlainSteps(NamedTuple):
     def train(self, batches: list[Batch], num_tokens: Tensor) -> StepOutput:
         total = torch.zeros((), dtype=next(self.model.parameters()).dtype)
         counts: dict[str, Tensor] = {}
-        for batch in batches:
+        is_token_NBL = torch.stack([batch.documents_BL != PADDING for batch in batches])
+        totals = is_token_NBL.sum(), is_token_NBL.any(-1).sum()
+        for batch, is_token_BL in zip(batches, is_token_NBL, strict=True):
+            real = Real(is_token_BL, *totals)
             masks = self.model.masks(batch.documents_BL, batch.positions_BL)
             if self.step is not None:
-                own, side = self._own(batch, masks, num_tokens)
+                own, side = self._own(batch, masks, num_tokens, real)
             else:
-                logits_BLV, side = self.model(batch.tokens_BL, batch.positions_BL, masks, side_outputs=True)
+                rows = batch.tokens_BL, batch.positions_BL, masks
+                logits_BLV, side = self.model(*rows, side_outputs=True, **_real_of(self.model, real))
                 own = self._loss(logits_BLV, batch.labels_BL, batch) / num_tokens
             loss = sum(side.experts, own)
-            loss = loss + sum(term.mean() / len(batches) for term in side.losses.values())
+            loss = loss + sum(term[is_token_BL].sum() / totals[0] for term in side.losses.values())
             for k, ahead_BLV in enumerate(side.ahead, 1):  # targets of the same document
-                labels_BL = batch.labels_BL.roll(-k, dims=1)
-                labels_BL = labels_BL.masked_fill(
-                    batch.documents_BL.roll(-k, dims=1) != batch.documents_BL, IGNORE_INDEX
-                )
-                labels_BL[:, -k:] = IGNORE_INDEX
-                loss = loss + MTP_WEIGHT / len(side.ahead) * (self._loss(ahead_BLV, labels_BL, batch) / num_tokens)
+                number = sum(int((_labels_ahead(each, k) != IGNORE_INDEX).sum()) for each in batches)
+                of_depth = self._loss(ahead_BLV, _labels_ahead(batch, k), batch) / number
+                loss = loss + MTP_WEIGHT / len(side.ahead) * of_depth
             loss.backward()  # type: ignore[union-attr]
             total += loss.detach()  # type: ignore[union-attr]
             counts = {name: counts.get(name, 0) + x for name, x in side.state.items()}
         return StepOutput(total, counts)
 
-    def _own(self, batch: Batch, masks: Any, num_tokens: Tensor) -> tuple[Tensor, SideOutputs]:
+    def _own(self, batch: Batch, masks: Any, num_tokens: Tensor, real: Real) -> tuple[Tensor, SideOutputs]:
         """Return the loss of the user's step, which calls the trained model once, and that call's side outputs."""
         assert self.step is not None
-        given = _PlainModel(self.model, self.step, masks)
+        given = _PlainModel(self.model, self.step, masks, real)
         returned = self.step.function(given, batch)
         loss = returned[0] if isinstance(returned, tuple) else returned
         return loss / num_tokens, given.side
@@ -398,9 +401,21 @@ class PlainSteps(NamedTuple):
         return clip_grad_norm(self.model.parameters(), max_norm)
 
 
+def _labels_ahead(batch: Batch, k: int) -> Tensor:
+    """Return the labels k positions later in the same document."""
+    labels_BL = batch.labels_BL.roll(-k, dims=1)
+    labels_BL = labels_BL.masked_fill(batch.documents_BL.roll(-k, dims=1) != batch.documents_BL, IGNORE_INDEX)
+    labels_BL[:, -k:] = IGNORE_INDEX
+    return labels_BL
+
+
+def _real_of(model: Decoder, real: Real) -> dict[str, Real]:
+    return {"real": real} if takes_real(model) else {}
+
+
 def build_plain(cell: Cell) -> PlainSteps:
     model = _plain(build_model(cell, DEVICE.type), cell, SEED)
-    set_up_experts(model, ExpertTraining(cell.auxiliary, early_scores=cell.early_scores), cell.num_parts, groups=())
+    set_up_experts(model, ExpertTraining(cell.auxiliary, early_scores=cell.early_scores))
     options, step = cell.options("eager"), None
     if options.own_step is not None:
         frozen = build_reference(cell, DEVICE.type)

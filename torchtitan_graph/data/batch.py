@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
+
+from torchtitan_graph.capture.step import labels_ahead
 
 IGNORE_INDEX = -100  # the default ignore_index of torch's cross_entropy
 PADDING = -1  # the number of the document where a position is padding
@@ -32,3 +36,14 @@ class Batch(NamedTuple):
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Batch:
         """Return the same rows on a device; `non_blocking` as in `Tensor.to`."""
         return Batch(*(x.to(device, non_blocking=non_blocking) for x in self))
+
+
+def counts_of(microbatches: Sequence[Batch], num_ahead: int) -> Tensor:
+    """Return the number of tokens without padding; that of rows with any; and the number of targets of each of
+    `num_ahead` layers that predict a token further ahead. They are the denominators of means over a step."""
+    found = torch.zeros(2 + num_ahead, dtype=torch.int64, device=microbatches[0].tokens_BL.device)
+    for batch in microbatches:
+        is_token_BL = batch.documents_BL != PADDING
+        ahead = (labels_ahead(batch.labels_BL, batch.documents_BL, k) for k in range(1, num_ahead + 1))
+        found += torch.stack([is_token_BL.sum(), is_token_BL.any(1).sum(), *((x != IGNORE_INDEX).sum() for x in ahead)])
+    return found

@@ -10,19 +10,21 @@ import torch
 from torch import Tensor
 
 from torchtitan_graph import stop
-from torchtitan_graph.data.batch import IGNORE_INDEX, Batch
+from torchtitan_graph.data.batch import IGNORE_INDEX, Batch, counts_of
 from torchtitan_graph.data.loader import DataLoader
 from torchtitan_graph.parallel.layout import Layout
 
 
 class Microbatches(NamedTuple):
     """This rank's microbatches of a step; `num_tokens`, on the device, counts the targets of all ranks' in it.
-    `divisor` is the one denominator of the loss: that, or of preferences the number of their pairs."""
+    `divisor` is the one denominator of the loss: that, or of preferences the number of their pairs. `totals` are the
+    denominators of other means, see steps/inputs.py."""
 
     on_device: list[Batch]
     on_host: list[Batch]
     num_tokens: Tensor
     divisor: Tensor
+    totals: Tensor
 
 
 class Feed:
@@ -40,6 +42,7 @@ class Feed:
         *,
         most: int = -1,
         in_pairs: bool = False,
+        num_ahead: int = 0,
         gather: Callable[[list[int]], list[list[int]]] | None = None,
         keep_empty: bool = False,
     ) -> None:
@@ -48,10 +51,11 @@ class Feed:
         Args:
             most: steps to read, also those without a target; -1: all.
             in_pairs: rows are of preferences.
+            num_ahead: the model's layers that predict a token further ahead.
             gather: returns every living replica's list of numbers for this one's, where there are replica groups.
             keep_empty: return also steps without a target, with the divisor 1: other groups may have some in theirs.
         """
-        self._in_pairs, self._keep_empty = in_pairs, keep_empty
+        self._in_pairs, self._keep_empty, self._num_ahead = in_pairs, keep_empty, num_ahead
         self._data, self._layout, self._device = data, layout, device
         self._left, self._gather = most, gather
         self._copied: list[Batch] = []  # the next microbatches on the device, where they were read ahead
@@ -67,18 +71,19 @@ class Feed:
             on_host = [next(self._data) for _ in range(self._data.deal.own)]
             self.own_s += time.perf_counter() - started
             own = sum(int((batch.labels_BL != IGNORE_INDEX).sum()) for batch in on_host)
-            counts = [own, sum(map(pairs, on_host))] if self._in_pairs else [own]
+            counts = [own, sum(map(pairs, on_host)) if self._in_pairs else own]
+            counts += counts_of(on_host, self._num_ahead).tolist()
             if self._gather is not None:
                 own, *_ = counts = self._data.exchange(counts, self._gather)
             on_device = [torch.full((), n, device=self._device) for n in counts]
-            num_tokens, *others = self._layout.sum_over_rows(torch.stack(on_device)).unbind()
-            divisor = others[0] if others else num_tokens
+            summed = self._layout.sum_over_rows(torch.stack(on_device))
+            num_tokens, divisor, totals = summed[0], summed[1], summed[2:].clamp(min=1)
             divisor = divisor.clamp(min=1) if self._keep_empty else divisor
             # A rank with targets needn't read the sum, for which it would wait.
             if own or self._keep_empty or num_tokens > 0:
                 stop.begin_steps()
                 batches = self._copied or [batch.to(self._device, non_blocking=True) for batch in on_host]
-                found = Microbatches(batches, on_host, num_tokens, divisor)
+                found = Microbatches(batches, on_host, num_tokens, divisor, totals)
             self._copied = []
         self.seconds = time.perf_counter() - begin
         return found

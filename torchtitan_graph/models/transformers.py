@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchtitan_graph.capture.step import SideOutputs
+from torchtitan_graph.capture.step import Real, SideOutputs
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.models.layers.decoder import LOAD, Decoder, check_attn
 from torchtitan_graph.models.layers.init import STD, Constant, Drawn, Initial, allocate, said_initial
@@ -318,7 +318,7 @@ class Model(Decoder):
         # In a tuple: it is not a module inside of this one, but shares its modules, which so keep their names.
         self._theirs, self._values, self.config, self.attn = (theirs,), (values,), config, attn
         self.__dict__ |= {key: vars(theirs)[key] for key in ("_modules", "_parameters", "_buffers")}
-        self.ahead_weight, self.num_parts, self.parts_differ = 0.0, 1, False
+        self.ahead_weight = 0.0
         _make_biases_buffers(theirs, values)
         self.conversion = Conversion(theirs)
         self.source = Path(config.code or inspect.getfile(type(theirs)))
@@ -628,6 +628,7 @@ class Model(Decoder):
         side_outputs: bool = False,
         only: Container[str] | None = None,
         loss: Callable[[nn.Module, Tensor, int], Tensor] | None = None,
+        real: Real | None = None,
     ) -> Any:
         """Return as `Decoder.forward`. With `loss`, the output layer's call returns the loss where its result is the
         logits; where a model changes them after it, the loss is computed of the logits."""
@@ -656,7 +657,10 @@ class Model(Decoder):
         elif not first:
             run = self.get_submodule(begin)
             put[begin] = _Given(run, lambda _, *args, **kwargs: run(tokens_BL, *args, **kwargs))
-        running, is_double = Running(self._names, masks), next(self.parameters()).dtype == torch.float64
+        if real is not None and self.routing_group is not None:  # routers see this rank's part of each row
+            parts = real.is_token_BL.chunk(self.routing_group.size(), dim=1)
+            real = real._replace(is_token_BL=parts[self.routing_group.rank()])
+        running, is_double = Running(self._names, masks, real), next(self.parameters()).dtype == torch.float64
         held = {name: self._replace(name, module) for name, module in put.items()}
         try:
             with run_with(running), InDouble() if is_double else nullcontext():

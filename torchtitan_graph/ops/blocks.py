@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchtitan_graph.ops.experts import flops_of_groups, one_for_each_group
+from torchtitan_graph.ops.experts import clear_behind, flops_of_groups, one_for_each_group
 from torchtitan_graph.ops.float8 import (
     aligned_ends,
     equal_groups_of_places,
@@ -127,7 +127,8 @@ def blocked_grouped_mm(x_SD: Tensor, scale_SB: Tensor, w_EFD: Tensor, scale_EFB:
     bytes_PB = bytes_SB.new_zeros(num_places, bytes_SB.shape[1]).index_copy(0, place_S, bytes_SB)
     w_EFD = in_sixteens(w_EFD, rows=True)
     scales = _tiles(bytes_PB).view_as(bytes_PB), _tiles(bytes_EFB.flatten(0, 1)).view(num_groups, -1)
-    return _product(x_SD, scales[0], w_EFD.transpose(1, 2), scales[1], offsets_E)[:, :width].contiguous()
+    out_SF = _product(x_SD, scales[0], w_EFD.transpose(1, 2), scales[1], offsets_E)[:, :width].contiguous()
+    return clear_behind(out_SF, offsets_E)
 
 
 @operator(

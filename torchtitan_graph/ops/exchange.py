@@ -56,12 +56,13 @@ def exchange(x_SD: Tensor, splits_2R: Tensor, back: bool, nominal: int, varies: 
     """Start sending rows to the ranks of a group; a `wait_tensor` must follow.
 
     The first `splits_2R[0, 0]` rows go to rank 0 and so on, `splits_2R[1, r]` come from rank r; `back` returns them.
+    Rows behind those, of padding, stay where they are.
     Where the number of rows `varies` it is unbacked: a trace shows `nominal`, the mean over the ranks, and operators on
     such rows must accept any number.
     """
     numbers = numbers_of(splits_2R)
     send, receive = reversed(numbers) if back else numbers
-    return torch.ops._c10d_functional.all_to_all_single(x_SD, receive, send, group)
+    return torch.ops._c10d_functional.all_to_all_single(x_SD[: sum(send)], receive, send, group)
 
 
 def _even_counts(tensors: Sequence[Tensor], number: int) -> Tensor:
@@ -91,28 +92,39 @@ def regrouped(rows_SD: Tensor, counts_RE: Tensor) -> Tensor:
 
 class _Exchanged(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_SD: Tensor, splits_2R: Tensor, back: bool, group: str) -> Tensor:  # type: ignore[no-untyped-def]
+    def forward(ctx, x_SD: Tensor, splits_2R: Tensor, back: bool, number: int, group: str) -> Tensor:  # type: ignore[no-untyped-def]
         ctx.save_for_backward(splits_2R)
-        ctx.back, ctx.group = back, group
-        return sent(x_SD, splits_2R, back, group)
+        ctx.back, ctx.number, ctx.group = back, number, group
+        rows = sent(x_SD, splits_2R, back, group)
+        return filled(rows, number) if back else rows
 
     @staticmethod
-    def backward(ctx, grad_SD: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[no-untyped-def, override]
+    def backward(ctx, grad_SD: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[no-untyped-def, override]
         (splits_2R,) = ctx.saved_tensors
-        return sent(grad_SD, splits_2R, not ctx.back, ctx.group), None, None, None
+        rows = sent(grad_SD, splits_2R, not ctx.back, ctx.group)
+        return rows if ctx.back else filled(rows, ctx.number), None, None, None, None
 
 
-def exchanged(x_SD: Tensor, splits_2R: Tensor, back: bool, group: str) -> Tensor:
-    """Return rows exchanged like `exchange`, after waiting for them. Gradients go the other way."""
-    return _Exchanged.apply(x_SD, splits_2R, back, group)
+def exchanged(x_SD: Tensor, splits_2R: Tensor, back: bool, number: int, group: str) -> Tensor:
+    """Return rows exchanged like `exchange`, after waiting for them. Gradients go the other way. A rank has `number`
+    rows of its own; those that are not sent, at the end, come back as zeros."""
+    return _Exchanged.apply(x_SD, splits_2R, back, number, group)
 
 
-def sent(x_SD: Tensor, splits_2R: Tensor, back: bool, group: str, varies: bool | None = None) -> Tensor:
-    """Return rows exchanged like `exchange`, after waiting for them; without gradients. A rank's own number of rows is
-    fixed unless it `varies`."""
-    varies = not back if varies is None else varies
-    started = exchange(x_SD.contiguous(), splits_2R, back, x_SD.shape[0], varies, group)
+def sent(x_SD: Tensor, splits_2R: Tensor, back: bool, group: str) -> Tensor:
+    """Return rows exchanged like `exchange`, after waiting for them; without gradients."""
+    started = exchange(x_SD.contiguous(), splits_2R, back, x_SD.shape[0], True, group)
     return torch.ops._c10d_functional.wait_tensor(started)
+
+
+@operator(
+    lambda rows_SD, number: rows_SD.new_empty(number, rows_SD.shape[1]),
+    dynamic_rows=lambda *_, **__: False,
+    compiles=False,
+)
+def filled(rows_SD: Tensor, number: int) -> Tensor:
+    """Return rows, and zeros behind them up to a number of rows."""
+    return torch.cat([rows_SD, rows_SD.new_zeros(number - len(rows_SD), rows_SD.shape[1])])
 
 
 # --- rows that are sent once for several experts ----------------------------------------------------------------------

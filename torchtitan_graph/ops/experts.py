@@ -1,7 +1,8 @@
 """Custom operators: products and sums over groups of rows of data-dependent sizes.
 
 Rows come sorted by group; `offsets_E[e]` is where group e ends. Shapes do not depend on the sizes, so a graph holds
-each as one node, and their backwards are made of them.
+each as one node, and their backwards are made of them. Rows behind the last group, such as padding, are in no product
+or sum: their results are zeros.
 """
 
 from __future__ import annotations
@@ -30,8 +31,14 @@ def _grouped_kernel(x: Tensor, w: Tensor, offsets_E: Tensor) -> Tensor:
     # In experts' products `offsets_E` splits S, whose number depends on data: it is not padded.
     x = _in_eights(x, -1 if w.dim() == 3 else -2)
     w = _in_eights(w, *((-1, -2) if w.dim() == 3 else (-1,)))
-    out = F.grouped_mm(x, w, offs=offsets_E)
-    return out[..., :rows, :columns].contiguous()
+    out = F.grouped_mm(x, w, offs=offsets_E)[..., :rows, :columns].contiguous()
+    return clear_behind(out, offsets_E) if w.dim() == 3 else out
+
+
+def clear_behind(out_SF: Tensor, offsets_E: Tensor) -> Tensor:
+    """Write zeros over the rows behind the last group, and return them all; the host reads nothing."""
+    row_S = torch.arange(out_SF.shape[0], device=out_SF.device, dtype=offsets_E.dtype)
+    return out_SF.masked_fill_((row_S >= offsets_E[-1:]).unsqueeze(1), 0)
 
 
 def _in_eights(x: Tensor, *dims: int) -> Tensor:
@@ -58,10 +65,10 @@ def _is_aligned(x: Tensor) -> bool:
 
 def _groups(offsets_E: Tensor, num_rows: int) -> list[tuple[int, int]]:
     ends = offsets_E.tolist()
-    if [0, *ends, num_rows] != sorted([0, *ends, num_rows]) or ends[-1:] not in ([], [num_rows]):
+    if [0, *ends, num_rows] != sorted([0, *ends, num_rows]):
         raise UserError(
             f"groups of rows end at {str(ends):.100}, and there are {num_rows:,} rows: the ends must rise from 0 to the"
-            " number of rows. Of counts they are torch.cumsum(counts, 0)"
+            " number of rows at most. Of counts they are torch.cumsum(counts, 0)"
         )
     return list(zip([0, *ends[:-1]], ends, strict=True))
 
@@ -114,9 +121,10 @@ def grouped_mm(x_SD: Tensor, w: Tensor, offsets_E: Tensor, transposed: bool) -> 
     w_EDF = w.transpose(1, 2) if transposed else w
     if _has_grouped_kernel(x_SD):
         return _grouped_kernel(x_SD, w_EDF, offsets_E)
-    out_SF = x_SD.new_empty(x_SD.shape[0], w_EDF.shape[2])
+    out_SF, end = x_SD.new_empty(x_SD.shape[0], w_EDF.shape[2]), 0
     for (begin, end), w_DF in zip(_groups(offsets_E, len(x_SD)), w_EDF, strict=True):
         torch.mm(x_SD[begin:end], w_DF, out=out_SF[begin:end])
+    out_SF[end:] = 0
     return out_SF
 
 
@@ -179,13 +187,14 @@ def _grouped_add_backward(ctx, grad_SF: Tensor):  # type: ignore[no-untyped-def]
     examples=equal_groups,
 )
 def grouped_add(x_SF: Tensor, bias_EF: Tensor, offsets_E: Tensor) -> Tensor:
-    """Return each row plus its group's bias: (S, F), (E, F) -> (S, F).
+    """Return each row plus its group's bias: (S, F), (E, F) -> (S, F). Rows behind the last group have none.
 
     The bias' gradient is summed group by group, in a fixed order; with plain indexing a GPU's threads add it in any
     order.
     """
     row_S = torch.arange(x_SF.shape[0], device=x_SF.device, dtype=offsets_E.dtype)
-    return x_SF + bias_EF.index_select(0, torch.searchsorted(offsets_E, row_S, right=True))
+    with_none_EF = torch.cat([bias_EF, bias_EF.new_zeros(1, bias_EF.shape[1])])
+    return x_SF + with_none_EF.index_select(0, torch.searchsorted(offsets_E, row_S, right=True))
 
 
 class _Permuted(torch.autograd.Function):

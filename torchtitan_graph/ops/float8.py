@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchtitan_graph.ops.experts import flops_of_groups, one_for_each_group
+from torchtitan_graph.ops.experts import clear_behind, flops_of_groups, one_for_each_group
 from torchtitan_graph.ops.operator import equal_groups, operator
 
 # Numbers, and bytes: the kernel's alignment of widths, and of the begin of each group's columns.
@@ -54,7 +54,8 @@ def scaled_grouped_mm(x_SD: Tensor, scale_S: Tensor, w_EFD: Tensor, scale_EF: Te
     if num_rows == 0:  # no rows in any group
         return x_SD.new_empty(0, width, dtype=torch.bfloat16)
     x_SD, w_EFD, scale_EF = in_sixteens(x_SD), in_sixteens(w_EFD, rows=True), in_sixteens(scale_EF)
-    return _product(x_SD, scale_S, w_EFD.transpose(1, 2), scale_EF, offsets_E)[:, :width].contiguous()
+    out_SF = _product(x_SD, scale_S, w_EFD.transpose(1, 2), scale_EF, offsets_E)[:, :width].contiguous()
+    return clear_behind(out_SF, offsets_E)
 
 
 def _fake_columns(x_SF: Tensor, offsets_E: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

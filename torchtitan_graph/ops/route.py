@@ -29,9 +29,9 @@ class Slots(NamedTuple):
     """A mixture's choice.
 
     chosen_TA  the experts of each token
-    order_S    the slots (token, choice) sorted by expert
+    order_S    the slots (token, choice) sorted by expert, behind them those of padding
     inverse_S  where each slot is in that order
-    load_E     number of slots of each expert
+    load_E     number of slots of each expert, without padding
     """
 
     chosen_TA: Tensor
@@ -46,7 +46,8 @@ class Slots(NamedTuple):
 
 
 def slots_of(chosen_TA: Tensor, num_experts: int) -> Slots:
-    """Return the slots of a choice. See Note [Experts in a static graph]."""
+    """Return the slots of a choice; padding has chosen the expert `num_experts`, which is none. See Note [Experts in a
+    static graph]."""
     expert_S, order_S = chosen_TA.flatten().sort(stable=True)
     inverse_S = torch.empty_like(order_S).scatter(0, order_S, torch.arange(order_S.shape[0], device=order_S.device))
     offsets_E = torch.searchsorted(expert_S, torch.arange(num_experts, device=order_S.device), right=True)

@@ -28,10 +28,15 @@ def _blocks(number: int, width: int) -> list[slice]:
 
 @operator(
     lambda rows_SD, index_S, copies: rows_SD.new_empty(index_S.shape[0] // copies, rows_SD.shape[1]),
+    dynamic_rows=lambda *_, **__: False,
     examples=_places,
 )
 def sums_of_rows(rows_SD: Tensor, index_S: Tensor, copies: int) -> Tensor:
-    """Return sums of rows, (T, D): `index_S` names the rows of each, `copies` of them. A GPU adds in fp32 at least."""
+    """Return sums of rows, (T, D): `index_S` names the rows of each, `copies` of them. A GPU adds in fp32 at least.
+    Where there are fewer rows than places in `index_S`, those of padding are missing at the end, and count as zeros."""
+    if len(rows_SD) < len(index_S):
+        index_S = index_S.clamp(max=len(rows_SD))
+        rows_SD = torch.cat([rows_SD, rows_SD.new_zeros(1, rows_SD.shape[1])])
     out_TD = rows_SD.new_empty(index_S.shape[0] // copies, rows_SD.shape[1])
     if rows_SD.is_cuda:
         from torchtitan_graph.ops.rows_kernels import write_sums

@@ -16,7 +16,6 @@ are kept.
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import NamedTuple
 
 import torch
@@ -36,6 +35,8 @@ from torchtitan_graph.ops.wire import Wire
 from torchtitan_graph.parallel.dispatch import Direct, Dispatch, direct
 
 c10d = torch.ops._c10d_functional
+
+_FINE = 2**20  # of a mean number of rows for each token
 
 
 class Hop(NamedTuple):
@@ -73,7 +74,7 @@ class ByMachine:
         rows = y_SD if scores_S1 is None else y_SD * scores_S1
         for hop, index_U, splits_2K in reversed(list(zip(self.hops, of_hops[::2], of_hops[1::2], strict=True))):
             rows = sums_to_send(rows, index, splits_2K, hop.num_rows)
-            rows, index = sent(rows, splits_2K, True, hop.group, varies=True), index_U
+            rows, index = sent(rows, splits_2K, True, hop.group), index_U
         return rows
 
     def home(self, rows: Tensor, *tensors: Tensor) -> Tensor:
@@ -99,11 +100,11 @@ def by_machine(
     R, (T, _) = dispatch.degree, slots.chosen_TA.shape
     M, N = R // num_near, num_near
     rank_TA = torch.div(slots.chosen_TA, slots.load_E.shape[0] // R, rounding_mode="floor")
-    hit_TR = rank_TA.new_zeros(T, R).scatter(1, rank_TA, 1)
-    to_ranks = Hop(near if 1 < N < R else dispatch.group, N if N > 1 else R, math.ceil(T * spread(R)))
+    hit_TR = rank_TA.new_zeros(T, R + 1).scatter(1, rank_TA, 1).narrow(1, 0, R)  # padding goes to no rank
+    to_ranks = Hop(near if 1 < N < R else dispatch.group, N if N > 1 else R, _rows(T, spread(R)))
     hops: tuple[Hop, ...] = (to_ranks,)
     if 1 < N < R:
-        to_machines = Hop(far, M, math.ceil(T * spread(M)))
+        to_machines = Hop(far, M, _rows(T, spread(M)))
         hit_TM = hit_TR.view(T, M, N).amax(2)
         counts_MC = torch.cat([hit_TM.sum(0).unsqueeze(1), hit_TR.sum(0).view(M, N)], 1)  # rows to here, and on
         came_MC = _turned(counts_MC, far)
@@ -125,12 +126,17 @@ def by_machine(
         of_hops = [hits(hit_TR, splits_2R, to_ranks.num_rows) // R, splits_2R]
         begins_R = came_R1.flatten().cumsum(0) - came_R1.flatten()
     _, _, splits_2R, received_RE = route.tensors
-    place_TA = (hit_TR.cumsum(0) - 1).gather(1, rank_TA)
+    place_TA = (hit_TR.cumsum(0) - 1).gather(1, rank_TA.clamp(max=R - 1))
     place_S1 = place_TA.view(-1, 1).index_select(0, slots.order_S)
     place_S1 = after_begins(sent(place_S1, splits_2R, False, dispatch.group), received_RE, begins_R)
     place_S = place_S1.squeeze(1).index_select(0, turned_order(place_S1, received_RE))
     way = ByMachine(route.way, hops, exact)
     return dataclasses.replace(route, way=way, tensors=(*route.tensors, *of_hops, place_S))
+
+
+def _rows(T: int, mean: float) -> int:
+    """Return the mean number of rows of T tokens, rounded up, by integers alone: T may be a symbol."""
+    return -(-T * round(mean * _FINE) // _FINE)
 
 
 def _turned(counts_KC: Tensor, group: str) -> Tensor:

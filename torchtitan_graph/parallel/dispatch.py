@@ -3,7 +3,8 @@
 Note [Dispatch]
 The number of rows that a rank receives depends on the data. One exchange of counts brings it to the host, which alone
 reads it, inside operators whose results have any number of rows (see ops.py): a graph shows the mean over the ranks, as
-many as a rank has of its own. No row is dropped and nothing is padded; a rank may get none.
+many as a rank has of its own. No row is dropped and nothing is padded; a rank may get none. The rows of a batch's
+padding lie behind all others, and are not sent.
 """
 
 from __future__ import annotations
@@ -72,11 +73,12 @@ class Direct:
 def direct(dispatch: Dispatch, slots: Slots, spread: Spread) -> Route:
     """Return the route to the experts of all ranks of `ep`. See Note [Dispatch]."""
     group, (_, order_S, inverse_S, _) = dispatch.group, slots
+    number = order_S.shape[0]
     splits_2R, received_RE = _counts(dispatch, slots.load_E)
 
     def numbers(x_TA: Tensor) -> Tensor:
         rows_S1 = permuted(x_TA.reshape(-1, 1), order_S, inverse_S)
-        return regrouped(exchanged(rows_S1, splits_2R, False, group), received_RE)
+        return regrouped(exchanged(rows_S1, splits_2R, False, number, group), received_RE)
 
     way, tensors = Direct(slots.copies, group, dispatch.wire), (order_S, inverse_S, splits_2R, received_RE)
     return Route(slots.chosen_TA.shape[0], way, tensors, received_RE.sum(0), numbers)
@@ -87,13 +89,14 @@ def dispatched(dispatch: Dispatch, forward: Callable[..., Tensor], x_SD: Tensor,
 
     Args:
         forward: (rows sorted by expert, their number for each of this rank's experts) -> rows.
-        x_SD: this rank's rows, sorted by expert.
+        x_SD: this rank's rows, sorted by expert, behind them those of padding.
         load_E: number of rows for each expert of all ranks.
     """
     splits_2R, received_RE = _counts(dispatch, load_E)
-    rows = regrouped(exchanged(x_SD, splits_2R, False, dispatch.group), received_RE)
+    number = x_SD.shape[0]
+    rows = regrouped(exchanged(x_SD, splits_2R, False, number, dispatch.group), received_RE)
     results = regrouped(forward(rows, received_RE.sum(0)), received_RE.t())
-    return exchanged(results, splits_2R, True, dispatch.group)
+    return exchanged(results, splits_2R, True, number, dispatch.group)
 
 
 def _counts(dispatch: Dispatch, load_E: Tensor) -> tuple[Tensor, Tensor]:

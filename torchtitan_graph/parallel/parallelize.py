@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 
+from torchtitan_graph.capture.step import Real
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.ops.route import Route
 from torchtitan_graph.ops.wire import Wire
@@ -53,7 +54,7 @@ def parallelize(
         if role == "partial":
             module.forward = partial(_summed, layout.submesh(TP), module.forward)
         elif role == "apart":
-            module.forward = partial(_apart, layout.degree(TP), module.forward)
+            module.forward = partial(_apart, layout.degree(TP), layout.rank(TP), module.forward)
         elif role == "gather":
             module.forward = partial(_gathered, layout.degree(TP), layout.group(TP).group_name, module.forward)
         elif role == "own part":
@@ -156,14 +157,16 @@ def _with_shared_gradient(degree: int, x: Tensor) -> Tensor:
     return x / degree + (x - x / degree).detach() if x.requires_grad else x
 
 
-def _apart(degree: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run on this rank's part of the sequence. A loss among the other results is that part's alone: it is multiplied by
-    `degree` when reported, as losses are averaged over tensor parallel's ranks; its gradient is not."""
+def _apart(degree: int, rank: int, forward: Callable[..., Any], x: Tensor, real: Real | None = None) -> Any:
+    """Run on this rank's part of the sequence, x. A loss among the other results is that part's alone: it is
+    multiplied by `degree` when reported, as losses are averaged over tensor parallel's ranks; its gradient is not."""
 
     def reported(x: Tensor) -> Tensor:
         return x + (degree - 1) * x.detach() if x.requires_grad else x
 
-    y, others = forward(*args, **kwargs)
+    if real is not None:
+        real = real._replace(is_token_BL=real.is_token_BL.chunk(degree, SEQUENCE_DIM)[rank])
+    y, others = forward(x, real)
     return y, pytree.tree_map_only(Tensor, reported, others)
 
 

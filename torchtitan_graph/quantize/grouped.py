@@ -48,9 +48,15 @@ def grouped_linear(
         offsets_E: where each group ends.
         q, scale, slot, past: as in `products.linear`.
     """
+    x_SD = x_SD.masked_fill(_is_behind(x_SD, offsets_E), 0)  # so that padding is in no scale
     if recipe.by_row:
         return _Rowwise.apply(x_SD, weight_EFD, offsets_E, recipe), None, None
     return _Tensorwise.apply(x_SD, weight_EFD, offsets_E, q, scale, slot, past, recipe)
+
+
+def _is_behind(x_SD: Tensor, offsets_E: Tensor) -> Tensor:
+    """Return which rows are behind the last group (S, 1), for any number of rows."""
+    return torch.ones_like(x_SD[:, :1], dtype=offsets_E.dtype).cumsum(0) > offsets_E[-1]
 
 
 def _largest(x_SD: Tensor) -> Tensor:

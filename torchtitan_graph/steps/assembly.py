@@ -16,7 +16,7 @@ from torchtitan_graph.capture.step import Loss
 from torchtitan_graph.capture.trace import Capture, make_fx_capture
 from torchtitan_graph.compiler import PassPlan
 from torchtitan_graph.loss import cross_entropy, own_loss
-from torchtitan_graph.models.layers.decoder import Decoder
+from torchtitan_graph.models.layers.decoder import Decoder, check_experts_see_padding
 from torchtitan_graph.models.layers.lora import adapters_off
 from torchtitan_graph.models.layers.moe import ExpertTraining, set_up_experts
 from torchtitan_graph.models.spec import plan_of
@@ -101,8 +101,6 @@ class Assembly:
         model, layout, options = self.model, self.layout, self.options
         self._set_up(model, options.experts)
         model.ahead_weight = options.mtp_weight
-        model.num_parts = options.num_microbatches * layout.dims.dp_replicate * layout.dims.fsdp
-        model.parts_differ = options.lengths is not None
         if options.float8 is not None:
             convert(model, options.float8)
         self._fuse(model)
@@ -117,16 +115,15 @@ class Assembly:
             parallelize(frozen, self.reference.plan, layout, loss_parallel=False)
 
     def _set_up(self, model: Decoder, experts: ExpertTraining) -> None:
+        check_experts_see_padding(model)
         layout = self.layout
         groups, row_groups = ([g.group_name for g in each] for each in (layout.routing_groups, layout.row_groups))
-        num_parts = self.options.num_microbatches * layout.num_routing_parts
         if layout.degree(TP) > 1 and model.conversion is not None:
             # Another library's routers see a rank's part of each row, as ours do where expert parallelism spans TP.
             model.routing_group, model.sums_loads = layout.group(TP), not layout.dims.ep_spans_tp
             if model.sums_loads:
-                num_parts *= layout.degree(TP)
                 groups, row_groups = ([*each, model.routing_group.group_name] for each in (groups, row_groups))
-        set_up_experts(model, experts, num_parts, groups, row_groups)
+        set_up_experts(model, experts, groups, row_groups)
 
     def _fuse(self, model: Decoder) -> None:
         for module in model.modules():

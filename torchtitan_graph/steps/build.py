@@ -23,7 +23,7 @@ from torchtitan_graph.capture.step import (
     whole,
 )
 from torchtitan_graph.capture.traced import run_traced
-from torchtitan_graph.data.batch import Batch
+from torchtitan_graph.data.batch import PADDING, Batch, counts_of
 from torchtitan_graph.device import Recorders
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.optim import clip_grad_norm
@@ -37,7 +37,7 @@ from torchtitan_graph.runtime.observe import Watchable
 from torchtitan_graph.runtime.pieces import Replayed
 from torchtitan_graph.steps.assembly import Assembly
 from torchtitan_graph.steps.graphs import Graphs, build_graphs
-from torchtitan_graph.steps.inputs import of_this_rank
+from torchtitan_graph.steps.inputs import Rows, num_ahead, of_this_rank
 from torchtitan_graph.steps.reference import beside
 
 Step = Callable[[Any, Any, Tensor], StepOutput]  # (batch, masks, num_tokens); gradients go to `.grad`
@@ -70,7 +70,11 @@ class Steps:
             self.recorders.close()
 
     def train(
-        self, microbatches: Sequence[Batch], num_tokens: Tensor, on_host: Sequence[Batch] | None = None
+        self,
+        microbatches: Sequence[Batch],
+        num_tokens: Tensor,
+        on_host: Sequence[Batch] | None = None,
+        totals: Tensor | None = None,
     ) -> StepOutput:
         """Accumulate the gradients of an optimizer step in the live parameters' `.grad`.
 
@@ -78,6 +82,7 @@ class Steps:
             microbatches: of this rank, on the device; of whole rows, also under context parallelism.
             num_tokens: scalar, the targets of all ranks and microbatches.
             on_host: the microbatches in the host's memory; without them attn = "varlen" waits for the device.
+            totals: as in `Rows`; None: they are counted here, on all ranks.
 
         Returns:
             the loss of this rank's microbatches, the state that the step changes, of all ranks' (`SideOutputs`), and
@@ -85,16 +90,19 @@ class Steps:
         """
         if self.quantized is not None:
             self.quantized.refresh()
+        if totals is None:
+            counts = counts_of(microbatches, num_ahead(self.model))
+            totals = self.layout.sum_over_rows(counts).clamp(min=1)
         loss: Tensor | None = None
         state: dict[str, Tensor] = {}
         each = list(zip(microbatches, on_host or itertools.repeat(None), strict=on_host is not None))
         if isinstance(self.step, (Pipeline, Accumulation)):
-            loss, state, *_ = self.step.train([partial(self._inputs, *batch, num_tokens) for batch in each])
+            loss, state, *_ = self.step.train([partial(self._inputs, *batch, num_tokens, totals) for batch in each])
         else:
             for number, batch in enumerate(each, 1):
                 if self.sync is not None:
                     self.sync(number == len(each))
-                output = self.step(*self._inputs(*batch, num_tokens))
+                output = self.step(*self._inputs(*batch, num_tokens, totals))
                 loss = output.loss if loss is None else loss + output.loss
                 state = combine(state, output.state)
         assert loss is not None, "a step has microbatches"
@@ -110,12 +118,13 @@ class Steps:
     def evaluate(self, batch: Batch, on_host: Batch | None = None) -> Tensor:
         """Return the sum of the loss over this rank's targets of a batch; `on_host` as in `train`."""
         one = torch.ones((), dtype=torch.int64, device=batch.tokens_BL.device)
+        totals = one.expand(2 + num_ahead(self.model)).contiguous()  # not read: evaluation has no other losses
         if self.quantized is not None:
             self.quantized.refresh(always=False)
         if self.evaluation is not None:
-            return self.evaluation(*self._inputs(batch, on_host, one))
+            return self.evaluation(*self._inputs(batch, on_host, one, totals))
         assert isinstance(self.step, Pipeline), "evaluation is built when the options have eval_rows"
-        return self.step.evaluate(partial(self._inputs, batch, on_host, one))
+        return self.step.evaluate(partial(self._inputs, batch, on_host, one, totals))
 
     def clip(self, max_norm: float) -> Tensor:
         """Clip the gradients of all ranks, like `clip_grad_norm`."""
@@ -127,17 +136,20 @@ class Steps:
         return clip_grad_norm(parameters.values(), max_norm, self.layout.group(PP), repeated, device)
 
     def count_flops(self, microbatches: Sequence[Batch]) -> float | None:
-        """Return the operations of a step on this rank, in a pipeline the mean over its stages; None in eager mode,
-        where there is no graph to count them on."""
+        """Return the operations of a step on this rank without those of padding, in a pipeline the mean over its
+        stages; None in eager mode, where there is no graph to count them on."""
         if self.flops is None:
             return None
         of_batches = (
-            self.flops.of(self._visible_pairs(batch), batch.tokens_BL.shape[1] / self.seq_len) for batch in microbatches
+            self.flops.of(self._visible_pairs(batch), batch.tokens_BL.shape[1] / self.seq_len, filled(batch))
+            for batch in microbatches
         )
         return self.layout.mean_over_stages(sum(of_batches))
 
-    def _inputs(self, batch: Batch, on_host: Batch | None, num_tokens: Tensor) -> tuple[Batch, Any, Tensor]:
-        return *of_this_rank(batch, self.model, self.layout, on_host, self.reference), num_tokens
+    def _inputs(
+        self, batch: Batch, on_host: Batch | None, num_tokens: Tensor, totals: Tensor
+    ) -> tuple[Rows, Any, Tensor]:
+        return *of_this_rank(batch, totals, self.model, self.layout, on_host, self.reference), num_tokens
 
     def _visible_pairs(self, batch: Batch) -> dict[str, float]:
         of_rows = batch.documents_BL, batch.positions_BL
@@ -161,6 +173,11 @@ class Steps:
         groups = [*self.layout.data_groups, *([self.layout.group(TP)] if self.layout.degree(TP) > 1 else [])]
         total = sum_over(groups, torch.stack([*parts.values()])) / self.layout.dims.tp
         return dict(zip(parts, total.unbind(), strict=True))
+
+
+def filled(batch: Batch) -> float:
+    """Return the fraction of a batch's positions that are tokens."""
+    return float((batch.documents_BL != PADDING).float().mean())
 
 
 def build_steps(assembly: Assembly) -> Steps:

@@ -281,7 +281,7 @@ def _tiny(family: ModuleType, config: Any, seed: int = 0, **changes: Any) -> Dec
     with torch.device("cpu"):
         model = family.Model(tiny_config(config, **changes), "sdpa").double()
     _fill(model, seed)
-    set_up_experts(model, ExpertTraining(), 1, groups=())
+    set_up_experts(model, ExpertTraining())
     return model  # type: ignore[no-any-return]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.utils._pytree as pytree
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torchtitan_graph.capture.dimensions import DynamicShapes
 from torchtitan_graph.data.batch import Batch
-from torchtitan_graph.models.layers.decoder import Decoder
+from torchtitan_graph.models.layers.decoder import AheadBlock, Decoder
 from torchtitan_graph.ops.varlen import Segments
 from torchtitan_graph.parallel.layout import CP, Layout
 from torchtitan_graph.parallel.sequence import block_length, places_of
@@ -19,6 +19,25 @@ from torchtitan_graph.steps.assembly import Assembly
 from torchtitan_graph.steps.reference import masks_beside
 
 SEQ_LEN = "seq_len"  # the tokens of a row, where they differ from batch to batch
+
+
+class Rows(NamedTuple):
+    """What a step's graph reads of a batch: this rank's part of the rows, with the fields of `Batch`.
+
+    totals  int64, of all microbatches and ranks of the step, each at least 1: the tokens without padding; the rows that
+            have any; the targets of each layer that predicts a token further ahead
+    """
+
+    tokens_BL: Tensor
+    labels_BL: Tensor
+    positions_BL: Tensor
+    documents_BL: Tensor
+    totals: Tensor
+
+
+def num_ahead(model: Decoder) -> int:
+    """Return the number of a model's layers that predict a token further ahead."""
+    return sum(isinstance(block, AheadBlock) for block in model.blocks.values())
 
 
 def shapes_of(masks: Any, shorter: Any, lengths: range) -> DynamicShapes:
@@ -41,11 +60,17 @@ def shapes_of(masks: Any, shorter: Any, lengths: range) -> DynamicShapes:
 
 
 def of_this_rank(
-    whole: Batch, model: Decoder, layout: Layout, on_host: Batch | None = None, reference: Decoder | None = None
-) -> tuple[Batch, Any]:
+    whole: Batch,
+    totals: Tensor,
+    model: Decoder,
+    layout: Layout,
+    on_host: Batch | None = None,
+    reference: Decoder | None = None,
+) -> tuple[Rows, Any]:
     """Return this rank's part of the rows, and its masks: of its own queries, and the whole rows' keys.
 
     Args:
+        totals: as in `Rows`.
         on_host: the same rows in the host's memory, to compute segments without waiting for the device.
         reference: a model beside this one, whose masks are added.
     """
@@ -55,17 +80,21 @@ def of_this_rank(
     read = on_host if on_host is not None and model.attn == "varlen" else whole
     rows = read.documents_BL, read.positions_BL, places_L, device
     masks = {**model.masks(*rows), **masks_beside(model, reference, *rows)}
-    return whole if places_L is None else Batch(*(x[:, places_L] for x in whole)), masks
+    own = whole if places_L is None else Batch(*(x[:, places_L] for x in whole))
+    return Rows(*own, totals), masks
 
 
-def example_inputs(assembly: Assembly, rows: tuple[int, int]) -> tuple[Batch, Any, Tensor]:
+def example_inputs(assembly: Assembly, rows: tuple[int, int]) -> tuple[Rows, Any, Tensor]:
     """Return example inputs for tracing: random tokens if passes are to be verified on them, else on meta."""
     model, layout, options = assembly.model, assembly.layout, assembly.options
     reference = None if assembly.reference is None else assembly.reference.model
     num_tokens = rows[0] * rows[1] * layout.dims.data
+    totals = torch.full(
+        (2 + num_ahead(model),), num_tokens, device="meta" if not options.verify else options.target.device
+    )
     if not options.verify:
         whole = Batch(*(torch.empty(rows, dtype=torch.int64, device="meta") for _ in Batch._fields))
-        return *of_this_rank(whole, model, layout, None, reference), torch.tensor(num_tokens, device="meta")
+        return *of_this_rank(whole, totals, model, layout, None, reference), torch.tensor(num_tokens, device="meta")
     generator = torch.Generator().manual_seed(options.seed + layout.data_rank)
     tokens, labels = torch.randint(model.config.vocab_size, (2, *rows), generator=generator)
     documents = (torch.rand(rows, generator=generator) < 0.01).long().cumsum(1)
@@ -74,7 +103,7 @@ def example_inputs(assembly: Assembly, rows: tuple[int, int]) -> tuple[Batch, An
         documents = torch.arange(rows[1]).div(block_length(rows[1], cp), rounding_mode="floor").expand(rows)
     on_host = Batch(tokens, labels, positions, documents)
     batch = on_host.to(options.target.device)
-    return *of_this_rank(batch, model, layout, on_host, reference), torch.tensor(
+    return *of_this_rank(batch, totals, model, layout, on_host, reference), torch.tensor(
         num_tokens, device=options.target.device
     )
 

@@ -49,7 +49,7 @@ class Scoring:
             self.quantized.refresh(always=False)
         B, L = batch.tokens_BL.shape
         one = torch.ones((), dtype=torch.int64, device=batch.tokens_BL.device)
-        scores_2T = self.step(*of_this_rank(batch, self.model, self.layout, on_host), one)
+        scores_2T = self.step(*of_this_rank(batch, one.expand(2), self.model, self.layout, on_host), one)
         cp = self.layout.degree(CP)
         if cp == 1:
             return scores_2T.view(2, B, L)

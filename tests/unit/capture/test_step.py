@@ -28,6 +28,7 @@ class Batch(NamedTuple):
     tokens_BL: Tensor
     labels_BL: Tensor
     positions_BL: Tensor
+    documents_BL: Tensor
 
 
 class Tiny(nn.Module):
@@ -47,7 +48,7 @@ def inputs(seed: int) -> tuple[Batch, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     tokens, labels = (torch.randint(7, (2, 4), generator=generator) for _ in range(2))
     mask = torch.rand(2, 4, 1, generator=generator)
-    return Batch(tokens, labels, torch.arange(4).expand(2, 4)), mask, torch.tensor(8.0 + seed)
+    return Batch(tokens, labels, torch.arange(4).expand(2, 4), torch.zeros(2, 4).long()), mask, torch.tensor(8.0 + seed)
 
 
 def model() -> Tiny:
@@ -203,8 +204,8 @@ def test_a_layer_that_the_loss_does_not_depend_on_tells_nothing() -> None:
 @pytest.mark.parametrize("wrong", [torch.mean, torch.sum, lambda x: x.mean(1), lambda x: x[:, 1:]])
 def test_a_term_that_is_no_number_for_each_token_is_refused(wrong: Callable[[Tensor], Tensor]) -> None:
     class Own(Tiny):
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
-            logits_BLV, beside = super().forward(*args, **kwargs)
+        def forward(self, *args: Any, side_outputs: bool = False) -> Any:
+            logits_BLV, beside = super().forward(*args, side_outputs=side_outputs)
             return logits_BLV, beside._replace(losses={"z": wrong(logits_BLV.logsumexp(-1).square())})
 
     for build in (make_eager_step, lambda *x: lambda *y: trace_train_step(*x, *y, device="cpu")):
@@ -241,21 +242,26 @@ def test_a_term_that_is_no_number_for_each_token_is_refused(wrong: Callable[[Ten
 )
 def test_side_outputs_of_other_kinds_are_refused(returned: Callable[[Tensor, Tensor], Any], message: str) -> None:
     class Own(Tiny):
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
-            logits_BLV, _ = super().forward(*args, **kwargs)
+        def forward(self, *args: Any, side_outputs: bool = False) -> Any:
+            logits_BLV, _ = super().forward(*args, side_outputs=side_outputs)
             return returned(logits_BLV, logits_BLV.logsumexp(-1))
 
     with pytest.raises(UserError, match=message):
         make_eager_step(Own(), cross_entropy)(*inputs(0))
 
 
-def test_a_term_with_rows_of_several_lengths_is_refused() -> None:
+def test_a_term_is_a_mean_over_the_tokens_of_the_step_without_padding() -> None:
     class Own(Tiny):
-        num_parts, parts_differ = 2, True
+        def plain_term(self, name: str, term: Tensor) -> Tensor:
+            return term
 
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
-            logits_BLV, beside = super().forward(*args, **kwargs)
-            return logits_BLV, beside._replace(losses={"z": logits_BLV.logsumexp(-1)})
+        def forward(self, *args: Any, side_outputs: bool = False) -> Any:
+            logits_BLV, beside = super().forward(*args, side_outputs=side_outputs)
+            return logits_BLV, beside._replace(losses={"z": logits_BLV.logsumexp(-1) / zeros})
 
-    with pytest.raises(UserError, match="training.dynamic_seq_len = true: not with SideOutputs.losses"):
-        make_eager_step(Own(), cross_entropy)(*inputs(0))
+    zeros = torch.tensor([[1.0, 1.0, 1.0, 0.0], [1.0, 1.0, 0.0, 0.0]])  # padding's numbers are infinite
+    batch, mask, num_tokens = inputs(0)
+    documents, own = torch.where(zeros == 0, -1, 0), Own()
+    z_BL = own(batch.tokens_BL, batch.positions_BL, mask, side_outputs=True)[0].logsumexp(-1)
+    _, state, *_ = make_eager_step(own, cross_entropy)(batch._replace(documents_BL=documents), mask, num_tokens)
+    torch.testing.assert_close(state["loss/z"], z_BL[documents == 0].mean(), rtol=1e-6, atol=0)

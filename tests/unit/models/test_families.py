@@ -278,7 +278,7 @@ def drop_the_sinks(model: Decoder, patch: MonkeyPatch) -> None:
 def leak_the_correction_bias_into_the_scores(model: Decoder, patch: MonkeyPatch) -> None:
     scores, choose = Router.scores, Router._choose
     patch.setattr(Router, "scores", lambda self, logits: scores(self, logits) + self.bias_E)
-    patch.setattr(Router, "_choose", lambda self, leaked: choose(self, leaked - self.bias_E))
+    patch.setattr(Router, "_choose", lambda self, leaked, is_token: choose(self, leaked - self.bias_E, is_token))
 
 
 def keep_the_correction_bias_out_of_the_choice(model: Decoder, patch: MonkeyPatch) -> None:

@@ -1,7 +1,10 @@
 """A mixture of experts against a loop over tokens; auxiliary losses and bias updates against their formulas."""
 
+import dataclasses
 import math
 import random
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +14,10 @@ from reference import Results, largest_gap, loss_of
 from torch import Tensor, nn
 
 from pool import run_on
+from torchtitan_graph.capture.step import Real
+from torchtitan_graph.errors import UserError
+from torchtitan_graph.models.layers.attention import Attention
+from torchtitan_graph.models.layers.decoder import Block, Decoder, check_experts_see_padding
 from torchtitan_graph.models.layers.moe import (
     AuxiliaryLoss,
     ExpertTraining,
@@ -141,11 +148,18 @@ def test_in_half_precision_the_gate_is_computed_in_fp32() -> None:
 
 
 def by_hand(
-    moe: MoE, x_BLD: Tensor, *, load_balance: float = 0.0, by_sequence: bool = False, router_z: float = 0.0
+    moe: MoE,
+    x_BLD: Tensor,
+    *,
+    load_balance: float = 0.0,
+    by_sequence: bool = False,
+    router_z: float = 0.0,
+    ends: Sequence[int] = (L,) * B,
 ) -> float:
     """Work the formulas out in Python's numbers: Switch Transformer's equation 4 over the batch or, row by row,
-    DeepSeek-V3's 17 to 20; ST-MoE's 5."""
-    rows = [list(range(i * L, (i + 1) * L)) for i in range(B)] if by_sequence else [list(range(B * L))]
+    DeepSeek-V3's 17 to 20; ST-MoE's 5. Behind `ends` is padding."""
+    of_rows = [list(range(i * L, i * L + end)) for i, end in enumerate(ends)]
+    rows = of_rows if by_sequence else [sum(of_rows, [])]
     x_TD, A = x_BLD.flatten(0, 1), moe.config.top_k
     logits = (x_TD @ moe.router.gate.weight.T).tolist()
     chosen = [one_token(moe, x_D)[1] for x_D in x_TD]
@@ -158,7 +172,7 @@ def by_hand(
         for e in range(E):
             share = sum(chosen[t].count(e) for t in row) / (len(row) * A)
             balance += E * share * sum(probability[t][e] for t in row) / len(row) / len(rows)
-    z = sum(math.log(sum(math.exp(x) for x in of_token)) ** 2 for of_token in logits) / (B * L)
+    z = sum(math.log(sum(math.exp(x) for x in logits[t])) ** 2 for row in rows for t in row) / sum(ends)
     return load_balance * balance + router_z * z
 
 
@@ -174,8 +188,8 @@ def by_hand(
 )
 def test_an_auxiliary_loss_is_its_formula(knobs: dict, name: str) -> None:
     moe, x_BLD = build(CONFIGS[name]), tokens()
-    moe.auxiliary_loss = AuxiliaryLoss(**knobs, num_parts=4)
-    assert moe(x_BLD)[1].loss.item() == pytest.approx(by_hand(moe, x_BLD, **knobs) / 4, rel=1e-12)
+    moe.auxiliary_loss = AuxiliaryLoss(**knobs)
+    assert moe(x_BLD)[1].loss.item() == pytest.approx(by_hand(moe, x_BLD, **knobs), rel=1e-12)
     with torch.no_grad():
         assert moe(x_BLD)[1].loss is None
 
@@ -183,7 +197,8 @@ def test_an_auxiliary_loss_is_its_formula(knobs: dict, name: str) -> None:
 def test_experts_in_balance_cost_the_coefficient() -> None:
     logits_TE = torch.zeros(E, E, dtype=torch.float64)
     chosen_TA, load_E = torch.arange(E).view(E, 1), torch.ones(E, dtype=torch.int64)
-    loss = AuxiliaryLoss(load_balance=0.3)(logits_TE, logits_TE.softmax(-1), chosen_TA, load_E, 1)
+    real = Real.of(torch.ones(1, E, dtype=torch.bool))
+    loss = AuxiliaryLoss(load_balance=0.3)(logits_TE, logits_TE.softmax(-1), chosen_TA, load_E, real)
     assert loss.item() == pytest.approx(0.3, rel=1e-12)
 
 
@@ -199,8 +214,9 @@ def test_the_balance_loss_moves_the_gate_towards_balance() -> None:
 
 def loss_with_half_the_rows() -> float:
     moe, x_BLD = build(CONFIGS["softmax"]), tokens()
-    moe.auxiliary_loss = AuxiliaryLoss(load_balance=0.3, num_parts=2, groups=(dist.group.WORLD.group_name,))
-    loss = moe(x_BLD[dist.get_rank()].unsqueeze(0))[1].loss.detach()
+    moe.auxiliary_loss = AuxiliaryLoss(load_balance=0.3, groups=(dist.group.WORLD.group_name,))
+    real = Real(torch.ones(1, L, dtype=torch.bool), torch.tensor(B * L), torch.tensor(B))
+    loss = moe(x_BLD[dist.get_rank()].unsqueeze(0), real)[1].loss.detach()
     dist.all_reduce(loss)
     return loss.item()
 
@@ -215,7 +231,7 @@ def test_ranks_that_share_a_batch_have_the_balance_loss_of_all_of_it() -> None:
 
 def test_correction_biases_move_against_the_load() -> None:
     moe, without = MoE(D, CONFIGS["sigmoid, correction bias, shared"]), MoE(D, CONFIGS["softmax"])
-    set_up_experts(nn.ModuleList([moe, without]), ExpertTraining(bias_update_speed=0.5), num_parts=1, groups=())
+    set_up_experts(nn.ModuleList([moe, without]), ExpertTraining(bias_update_speed=0.5))
     load_E = torch.tensor([4, 0, 2, 2, 3, 1, 2, 2])  # the mean is 2
     for _ in range(2):
         for each in (moe, without):
@@ -261,3 +277,96 @@ def test_mean_parts_is_the_mean_of_many_tokens(experts: int, groups: int, chosen
         drawn.append(len({e // of_part for e in generator.sample(legal, top_k)}))
     mean = sum(drawn) / len(drawn)
     assert config.mean_parts(number) == pytest.approx(mean, rel=0.02)
+
+
+# --- padding ----------------------------------------------------------------------------------------------------------
+
+ENDS = (5, 9)  # where the padding of the two rows begins
+
+
+def with_padding() -> tuple[Tensor, Tensor, Real]:
+    x_BLD = tokens()
+    is_token_BL = torch.arange(L) < torch.tensor(ENDS).unsqueeze(1)
+    return x_BLD, is_token_BL, Real.of(is_token_BL)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_padding_has_no_expert_and_no_gradient(name: str) -> None:
+    moe = build(CONFIGS[name])
+    x_BLD, is_token_BL, real = with_padding()
+    y_BLD, routing = moe(x_BLD, real)
+    y_BLD[is_token_BL].square().sum().backward()
+    found, gradients = x_BLD.grad, [p.grad.clone() for p in moe.parameters()]
+    moe.zero_grad()
+    x_TD = tokens().detach()[is_token_BL].requires_grad_()
+    y_TD, alone = moe(x_TD.unsqueeze(0))
+    y_TD.square().sum().backward()
+    assert torch.equal(routing.load_E, alone.load_E) and routing.load_E.sum() == sum(ENDS) * moe.config.top_k
+    torch.testing.assert_close(y_BLD[is_token_BL], y_TD[0], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(found[is_token_BL], x_TD.grad, rtol=1e-12, atol=1e-12)
+    assert not found[~is_token_BL].any()
+    for gradient, parameter in zip(gradients, moe.parameters(), strict=True):
+        torch.testing.assert_close(gradient, parameter.grad, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("knobs", [{"load_balance": 0.3}, {"load_balance": 0.3, "by_sequence": True, "router_z": 0.2}])
+@pytest.mark.parametrize("name", ["softmax", "sigmoid, correction bias, shared"])
+def test_an_auxiliary_loss_of_padded_rows_is_the_formula_of_their_tokens(knobs: dict, name: str) -> None:
+    moe = build(CONFIGS[name])
+    x_BLD, _, real = with_padding()
+    moe.auxiliary_loss = AuxiliaryLoss(**knobs)
+    expected = by_hand(moe, x_BLD, ends=ENDS, **knobs)
+    assert moe(x_BLD, real)[1].loss.item() == pytest.approx(expected, rel=1e-12)
+    assert moe(x_BLD)[1].loss.item() != pytest.approx(expected, rel=1e-3)  # with the padding
+
+
+def test_the_balance_loss_of_padded_rows_is_that_of_transformers() -> None:
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
+
+    moe = build(CONFIGS["softmax"])
+    x_BLD, is_token_BL, real = with_padding()
+    moe.auxiliary_loss = AuxiliaryLoss(load_balance=1.0)
+    logits_TE, A = moe.router.gate(x_BLD.flatten(0, 1)), moe.config.top_k
+    theirs = load_balancing_loss_func((logits_TE,), E, A, is_token_BL.long())  # of tokens, not of slots; in fp32
+    assert moe(x_BLD, real)[1].loss.item() == pytest.approx(theirs.item() / A, rel=1e-6)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    dim: int
+    num_layers: int
+    num_heads: int
+    vocab_size: int
+    tied: bool = False
+    norm_eps: float = 1e-6
+
+
+def mixture(block: type[Block] = Block, moe: type[MoE] = MoE) -> Decoder:
+    attention, config = Attention(D, 2, 2, 6), Config(dim=D, num_layers=1, num_heads=2, vocab_size=9)
+    return Decoder(config, "sdpa", [block(D, 1e-6, attention, moe(D, CONFIGS["softmax"]))])
+
+
+def test_layers_that_could_not_leave_padding_out_are_refused() -> None:
+    class Blind(Block):
+        def forward(self, x_BLD: Tensor, *, rope: Any, mask: Any) -> Any: ...
+
+    class Passing(Block):
+        def forward(self, x_BLD: Tensor, **kwargs: Any) -> Any: ...
+
+    class Unnamed(Block):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.feed_forward, self.moe = self.moe, None
+
+    class BlindMoE(MoE):
+        def forward(self, x_BLD: Tensor) -> Any: ...
+
+    check_experts_see_padding(mixture())
+    check_experts_see_padding(mixture(Passing))
+    for model, words in (
+        (mixture(Blind), "Blind.forward: has no argument `real`, by which the experts of layers.0 leave padding out"),
+        (mixture(moe=BlindMoE), "BlindMoE.forward: has no argument `real`"),
+        (mixture(Unnamed), "Unnamed, the block layers.0: has a MoE, and no attribute `moe`"),
+    ):
+        with pytest.raises(UserError, match=f"^{words}.*see docs/extend/family.md$"):
+            check_experts_see_padding(model)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchtitan_graph.capture.step import make_train_step, next_labels
+from torchtitan_graph.capture.step import labels_ahead, make_train_step
 from torchtitan_graph.data.batch import IGNORE_INDEX, Batch
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.loss import cross_entropy
@@ -77,8 +77,18 @@ def test_each_depth_is_the_paper_s_on_packed_documents(depths: int) -> None:
 def test_targets_stay_in_their_document() -> None:
     X = IGNORE_INDEX
     labels = torch.tensor([[11, 12, 13, X, 21, X, 31, 32]])  # documents of 4, 2 and more tokens
-    assert next_labels(labels).tolist() == [[12, 13, X, X, X, X, 32, X]]
-    assert next_labels(next_labels(labels)).tolist() == [[13, X, X, X, X, X, X, X]]
+    documents = torch.tensor([[0, 0, 0, 0, 1, 1, 2, 2]])
+    assert labels_ahead(labels, documents, 1).tolist() == [[12, 13, X, X, X, X, 32, X]]
+    assert labels_ahead(labels, documents, 2).tolist() == [[13, X, X, X, X, X, X, X]]
+
+
+def test_a_target_further_ahead_needs_no_target_before_it() -> None:
+    X = IGNORE_INDEX
+    labels = torch.tensor([[X, X, 13, 14, X, X, 22, X]])  # the answers 13 14 and 22, of documents of 5 and 3 tokens
+    documents = torch.tensor([[0, 0, 0, 0, 0, 1, 1, 1]])
+    assert labels_ahead(labels, documents, 1).tolist() == [[X, 13, 14, X, X, 22, X, X]]
+    assert labels_ahead(labels, documents, 2).tolist() == [[13, 14, X, X, X, X, X, X]]
+    assert labels_ahead(labels, documents, 9).tolist() == [[X] * 8]
 
 
 def test_the_losses_of_the_tokens_further_ahead_are_averaged() -> None:
@@ -89,10 +99,11 @@ def test_the_losses_of_the_tokens_further_ahead_are_averaged() -> None:
     masks, num_tokens = model.masks(documents_BL, positions_BL), torch.tensor(16)
     batch = Batch(tokens_BL, labels_BL, positions_BL, documents_BL)
     logits_BLV, beside = model(tokens_BL, positions_BL, masks, side_outputs=True)
-    of_depths, targets_BL = [], labels_BL
-    for each_BLV in (logits_BLV, *beside.ahead):
-        of_depths.append(cross_entropy(each_BLV, targets_BL, num_tokens))
-        targets_BL = next_labels(targets_BL)
+    of_depths = []
+    for k, each_BLV in enumerate((logits_BLV, *beside.ahead)):
+        targets = labels_BL[:, k:].flatten()
+        given = each_BLV[:, : 8 - k].flatten(0, 1)
+        of_depths.append(torch.nn.functional.cross_entropy(given, targets))  # the mean over each depth's own targets
     own, first, second = of_depths
     loss, *_ = make_train_step(model, cross_entropy)(batch, masks, num_tokens)
     torch.testing.assert_close(loss, own + 0.3 * (first + second) / 2, rtol=0, atol=1e-12)

@@ -388,7 +388,7 @@ def routed(kind: str, **options: Any) -> tuple[Any, Any]:
         for parameter in model.parameters():
             parameter.copy_(0.3 * torch.randn(parameter.shape))
     model.init_buffers()
-    set_up_experts(model, ExpertTraining(**options), num_parts=1, groups=())
+    set_up_experts(model, ExpertTraining(**options))
     return model, model(torch.randint(VOCAB, (2, 12)), side_outputs=True)[1]
 
 
@@ -438,7 +438,7 @@ def test_a_correction_bias_that_is_a_parameter_moves_too(tmp_path: Path) -> None
     assert largest_gap(theirs, model) < 1e-6
     before = model.get_buffer(name).clone()
     assert torch.equal(before, theirs.get_parameter(name)) and before.any()
-    set_up_experts(model, ExpertTraining(bias_update_speed=0.25), num_parts=1, groups=())
+    set_up_experts(model, ExpertTraining(bias_update_speed=0.25))
     side = model(torch.randint(VOCAB, (2, 12)), side_outputs=True)[1]
     model.after_step(side.state)
     load_E = side.state["model.layers.1.mlp.experts.load"].float()

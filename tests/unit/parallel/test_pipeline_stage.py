@@ -14,6 +14,7 @@ from torchtitan_graph.steps import Steps
 from torchtitan_graph.torch_private.distributed import init_fake_process_group
 
 CELL = Cell(ParallelDims(pp=2), num_microbatches=2, pipeline=(("pipeline_parallel_schedule", "ZBVZeroBubble"),))
+TOTALS = torch.ones(2, dtype=torch.int64)
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +39,7 @@ def test_a_stage_holds_what_a_later_part_reads(steps: Steps, number: int) -> Non
     passed = torch.ones(stage.graph.passed.shape)
     stage.begin()
     for i, batch in enumerate(batches):
-        stage.forward(i, partial(steps._inputs, batch, None, num_tokens), passed if number else None)
+        stage.forward(i, partial(steps._inputs, batch, None, num_tokens, TOTALS), passed if number else None)
         assert stage._held[i].keys() <= reads["input"] | reads["weight"]
     sums, first, places = {*stage.graph.parts.sums}, {stage.graph.parts.outputs["output"].get("dx")}, []
     for i in range(len(batches)):
@@ -55,7 +56,7 @@ def test_a_stage_holds_what_a_later_part_reads(steps: Steps, number: int) -> Non
 def test_inputs_that_are_not_those_traced_are_refused(steps: Steps) -> None:
     """Values are told apart by their place alone."""
     batches, num_tokens = microbatches(CELL, 0, 1)
-    batch, masks, _ = steps._inputs(batches[0], None, num_tokens)
+    batch, masks, _ = steps._inputs(batches[0], None, num_tokens, TOTALS)
     with pytest.raises(ValueError, match="shorter|longer"):
         stage_of(steps, 0).forward(0, lambda: (batch, {}, num_tokens), None)
     with pytest.raises(ValueError, match="shorter|longer"):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Replicate
 
-from torchtitan_graph.capture.step import SideOutputs
+from torchtitan_graph.capture.step import PADDING, Real, SideOutputs, takes_real
 from torchtitan_graph.config import job
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.models.layers.init import Initial, Residual, said_initial
@@ -95,12 +95,14 @@ class Block(nn.Module):
         self.moe = feed_forward if isinstance(feed_forward, MoE) else None
         self.feed_forward = feed_forward if self.moe is None else None
 
-    def forward(self, x_BLD: Tensor, *, rope: Any, mask: Mask) -> Tensor | tuple[Tensor, Routing]:
+    def forward(
+        self, x_BLD: Tensor, *, rope: Any, mask: Mask, real: Real | None = None
+    ) -> Tensor | tuple[Tensor, Routing]:
         x_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), rope=rope, mask=mask)
         if self.feed_forward is not None:
             return x_BLD + self.feed_forward(self.ffn_norm(x_BLD))
         assert self.moe is not None
-        y_BLD, routing = self.moe(self.ffn_norm(x_BLD))
+        y_BLD, routing = self.moe(self.ffn_norm(x_BLD), real)
         return x_BLD + y_BLD, routing
 
 
@@ -117,11 +119,11 @@ class AheadBlock(Block):
         self.norm = nn.RMSNorm(dim, eps=norm_eps)
 
     def forward(  # type: ignore[override]
-        self, x_BLD: Tensor, embedding_BLD: Tensor, *, rope: Any, mask: Mask
+        self, x_BLD: Tensor, embedding_BLD: Tensor, *, rope: Any, mask: Mask, real: Real | None = None
     ) -> tuple[Tensor, Tensor, Routing | None]:
         """Run the block on the trunk's or previous block's result, and the embedding of each position's next token."""
         mixed_BLD = self.eh_proj(torch.cat((self.enorm(embedding_BLD), self.hnorm(x_BLD)), dim=-1))
-        result = super().forward(mixed_BLD, rope=rope, mask=mask)
+        result = super().forward(mixed_BLD, rope=rope, mask=mask, real=real)
         y_BLD, routing = result if isinstance(result, tuple) else (result, None)
         return y_BLD, self.norm(y_BLD), routing
 
@@ -157,8 +159,6 @@ class Decoder(nn.Module):
         self.config: Any = config
         self.attn = attn
         self.ahead_weight = 0.0  # weight of the losses of `AheadBlock`s
-        self.num_parts = 1  # microbatches and ranks that a step's tokens are divided among
-        self.parts_differ = False  # the parts have different numbers of tokens
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleList(blocks)
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
@@ -278,13 +278,14 @@ class Decoder(nn.Module):
         return {"causal": positions_BL + 1}
 
     def visible_pairs(self, documents_BL: Tensor, positions_BL: Tensor) -> dict[str, float]:
-        """Return, by block, the fraction of all pairs of positions that its attention sees."""
+        """Return, by block, the fraction of all pairs of positions that its attention sees, without padding's."""
         B, L = positions_BL.shape
         numbers = self.num_visible(positions_BL)
         for name, rule in self.mask_rules(documents_BL, positions_BL).items():
             if name not in numbers:
                 numbers[name] = num_seen(rule, B, L, positions_BL.device)
-        fractions = {name: float(n.sum()) / (B * L * L) for name, n in numbers.items()}
+        is_token_BL = documents_BL != PADDING
+        fractions = {name: float((n * is_token_BL).sum()) / (B * L * L) for name, n in numbers.items()}
         return {name: fractions[getattr(block, "mask", "causal")] for name, block in self.blocks.items()}
 
     def visible_in_one_document(self, seq_len: int) -> dict[str, float]:
@@ -334,6 +335,7 @@ class Decoder(nn.Module):
         side_outputs: bool = False,
         only: Container[str] | None = None,
         loss: Callable[[nn.Module, Tensor, int], Tensor] | None = None,
+        real: Real | None = None,
     ) -> Any:
         """Return the logits (B, L, V); with `side_outputs` also `SideOutputs`, for a training step.
 
@@ -342,6 +344,7 @@ class Decoder(nn.Module):
                 in place of tokens, the result this stage's in place of logits.
             loss: function of the output layer, its input, and the number of tokens further ahead that the logits are
                 for; its results take the place of all logits, which nothing else reads.
+            real: which positions are tokens, for experts; None: all.
         """
 
         def runs(name: str) -> bool:
@@ -361,14 +364,15 @@ class Decoder(nn.Module):
         experts: list[Tensor] = []
         for name, block in self.blocks.items():
             if not isinstance(block, AheadBlock) and runs(name):
-                result = block(x_BLD, rope=rope, mask=masks[getattr(block, "mask", "causal")])
+                more = _of_experts(block, real)
+                result = block(x_BLD, rope=rope, mask=masks[getattr(block, "mask", "causal")], **more)
                 x_BLD, routing = result if isinstance(result, tuple) else (result, None)
                 _note(state, experts, name, routing)
         x_BLD = self.norm(x_BLD) if runs("norm") else x_BLD
         result = project(x_BLD) if runs("output") else x_BLD
         if not side_outputs:
             return result
-        ahead = self._look_ahead(tokens_BL, x_BLD, rope, masks, state, experts, project)
+        ahead = self._look_ahead(tokens_BL, x_BLD, rope, masks, state, experts, project, real)
         return result, SideOutputs({}, state, ahead, self.ahead_weight, experts)
 
     def _look_ahead(
@@ -380,6 +384,7 @@ class Decoder(nn.Module):
         state: dict[str, Tensor],
         experts: list[Tensor],
         project: Callable[[Tensor, int], Tensor],
+        real: Real | None,
     ) -> list[Tensor]:
         """Return the logits of each `AheadBlock`, or their losses, for training."""
         ahead: list[Tensor] = []
@@ -388,10 +393,34 @@ class Decoder(nn.Module):
                 # The last position gets the row's first token here; it is in no loss, and no other position sees it.
                 tokens_BL = tokens_BL.roll(-1, dims=1)
                 embedding_BLD = self.tok_embeddings(tokens_BL)
-                x_BLD, normed_BLD, routing = block(x_BLD, embedding_BLD, rope=rope, mask=masks[block.mask])
+                x_BLD, normed_BLD, routing = block(
+                    x_BLD, embedding_BLD, rope=rope, mask=masks[block.mask], **_of_experts(block, real)
+                )
                 _note(state, experts, name, routing)
                 ahead.append(project(normed_BLD, len(ahead) + 1))
         return ahead
+
+
+def _of_experts(block: nn.Module, real: Real | None) -> dict[str, Real]:
+    """Return the arguments of a block that only one with experts needs."""
+    return {} if real is None or getattr(block, "moe", None) is None else {"real": real}
+
+
+def check_experts_see_padding(model: Decoder) -> None:
+    """Raise a UserError where a mixture of experts in a model could not be given which positions are padding."""
+    for name, block in model.blocks.items():
+        if mixtures := [module for module in block.modules() if isinstance(module, MoE)]:
+            if getattr(block, "moe", None) is None:
+                raise UserError(
+                    f"{type(block).__name__}, the block {name}: has a {type(mixtures[0]).__name__}, and no attribute"
+                    " `moe`: its forward would not be given the argument `real`, by which experts leave padding out;"
+                    f" name the mixture `moe`; see docs/extend/family.md"
+                )
+            if lacking := [type(each).__name__ for each in (model, block, *mixtures) if not takes_real(each)]:
+                raise UserError(
+                    f"{lacking[0]}.forward: has no argument `real`, by which the experts of {name} leave padding out;"
+                    f" add `real=None`, and pass it on as Decoder, Block and MoE do; see docs/extend/family.md"
+                )
 
 
 def _note(state: dict[str, Tensor], experts: list[Tensor], name: str, routing: Routing | None) -> None:

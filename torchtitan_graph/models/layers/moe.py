@@ -5,6 +5,11 @@ The T*A routed slots are sorted by expert and multiplied in groups (see ops.py).
 their distribution over the experts: no shape depends on data and nothing is padded. The cost is one sort of integers
 and two permutations of rows.
 
+Note [Padding]
+Padding has no expert: its slots are sorted behind those of all experts, so that they are in no load, no product and no
+exchange, and scores of zero multiply them. Means in losses are over the tokens of the whole step: a microbatch and rank
+adds its part of the sum, so the loss is the same however a step's rows are divided.
+
 Note [Load balance without a loss]
 DeepSeek-V3's correction bias takes part in the choice of experts only. After each optimizer step it moves against the
 load of that step (`move_correction_bias`). The load is a result of the forward pass, like the activations:
@@ -28,6 +33,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torchtitan_graph.capture.step import Real
 from torchtitan_graph.models.layers.feed_forward import FeedForward, SwiGLU
 from torchtitan_graph.models.layers.init import RESIDUAL
 from torchtitan_graph.models.layers.lora import product_of_stack
@@ -41,7 +47,7 @@ c10d = torch.ops._c10d_functional
 class Routing(NamedTuple):
     """Results of a mixture's forward pass other than its output.
 
-    load_E   int64, number of slots of each expert
+    load_E   int64, number of slots of each expert, without padding
     loss     to add to the training loss, or None
     """
 
@@ -108,7 +114,6 @@ class AuxiliaryLoss:
     load_balance   times E * sum_e (share of the slots that go to e) * (mean probability of e): 1 times it in balance
     by_sequence    the shares are each row's own (DeepSeek-V3, equation 17), not the whole step's (Switch Transformer)
     router_z       times the mean of logsumexp(logits)^2 (ST-MoE): keeps the gate's logits small
-    num_parts      into which the microbatches and ranks cut a step's tokens: the step's loss is the mean over them
     groups         names of the process groups over which a microbatch's loads are summed for the shares
     row_groups     names of the groups over which a row's own loads are summed: their ranks have its parts
     """
@@ -116,28 +121,38 @@ class AuxiliaryLoss:
     load_balance: float = 0.0
     by_sequence: bool = False
     router_z: float = 0.0
-    num_parts: int = 1
     groups: tuple[str, ...] = ()
     row_groups: tuple[str, ...] = ()
 
-    def __call__(self, logits_TE: Tensor, scores_TE: Tensor, chosen_TA: Tensor, load_E: Tensor, B: int) -> Tensor:
-        """Return the loss of one layer and microbatch."""
-        loss = logits_TE.new_zeros(())
+    def __call__(self, logits_TE: Tensor, scores_TE: Tensor, chosen_TA: Tensor, load_E: Tensor, real: Real) -> Tensor:
+        """Return a microbatch's part of the loss of one layer."""
+        loss, E, is_padding_T1 = logits_TE.new_zeros(()), load_E.shape[0], ~real.is_token_BL.reshape(-1, 1)
         if self.load_balance:
-            probabilities_BLE = (scores_TE / (scores_TE.sum(-1, keepdim=True) + 1e-20)).unflatten(0, (B, -1))
+            probabilities_TE = scores_TE / (scores_TE.sum(-1, keepdim=True) + 1e-20)
+            sums_E = probabilities_TE.masked_fill(is_padding_T1, 0)
             if self.by_sequence:
-                chosen_BS = chosen_TA.view(B, -1)
-                load = load_E.new_zeros(B, load_E.shape[0]).scatter_add(1, chosen_BS, torch.ones_like(chosen_BS))
+                B = real.is_token_BL.shape[0]
+                chosen_BS, sums_BE = chosen_TA.reshape(B, -1), sums_E.unflatten(0, (B, -1)).sum(1)
+                load_BE = (
+                    load_E.new_zeros(B, E + 1).scatter_add(1, chosen_BS, torch.ones_like(chosen_BS)).narrow(1, 0, E)
+                )
+                shares_BE, slots_B1 = self._shares(load_BE, self.row_groups, logits_TE.dtype)
+                means_BE = sums_BE * chosen_TA.shape[1] / slots_B1
+                loss = loss + self.load_balance * E * (shares_BE * means_BE).sum() / real.num_rows
             else:
-                load = load_E.unsqueeze(0)
-            for group in self.row_groups if self.by_sequence else self.groups:
-                load = c10d.wait_tensor(c10d.all_reduce(load, "sum", group))
-            shares_BE = load.to(logits_TE.dtype) / load.sum(-1, keepdim=True)
-            balance_B = (shares_BE * probabilities_BLE.mean(1)).sum(-1) * load_E.shape[0]
-            loss = loss + self.load_balance * balance_B.mean()
+                shares_E, _ = self._shares(load_E, self.groups, logits_TE.dtype)
+                loss = loss + self.load_balance * E * (shares_E * sums_E.sum(0)).sum() / real.num_tokens
         if self.router_z:
-            loss = loss + self.router_z * logits_TE.logsumexp(-1).square().mean()
-        return loss / self.num_parts
+            squares_T1 = logits_TE.logsumexp(-1, keepdim=True).square().masked_fill(is_padding_T1, 0)
+            loss = loss + self.router_z * squares_T1.sum() / real.num_tokens
+        return loss
+
+    def _shares(self, load: Tensor, groups: Sequence[str], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return the experts' shares of the slots of groups of ranks, and the number of slots, at least one."""
+        for group in groups:
+            load = c10d.wait_tensor(c10d.all_reduce(load, "sum", group))
+        slots = load.sum(-1, keepdim=True).clamp(min=1)
+        return load.to(dtype) / slots, slots
 
 
 class Gate(nn.Linear):
@@ -167,27 +182,31 @@ class Router(nn.Module):
         if self.bias_E is not None:
             self.bias_E.zero_()
 
-    def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the scores, fp32, and the indices of the chosen experts, both (T, A); and the logits (T, E)."""
+    def forward(self, x_TD: Tensor, is_token_BL: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the scores, fp32, and the indices of the chosen experts, both (T, A); and the logits (T, E). See Note
+        [Padding]."""
         config, logits_TE = self.config, self.gate(x_TD)
         scores_TE = self.scores(logits_TE) if config.score != "softmax_of_chosen" else logits_TE
-        chosen_TA = self._choose(scores_TE.detach())
+        chosen_TA = self._choose(scores_TE.detach(), is_token_BL)
         scores_TA = scores_TE.gather(1, chosen_TA)
         if config.score == "softmax_of_chosen":
             scores_TA = scores_TA.softmax(-1)
         if config.renormalize:
             scores_TA = scores_TA / (scores_TA.sum(-1, keepdim=True) + 1e-20)
-        return scores_TA * config.scale, chosen_TA, logits_TE
+        scores_TA = scores_TA * config.scale
+        if is_token_BL is not None:
+            scores_TA, chosen_TA = without_padding(scores_TA, chosen_TA, is_token_BL, config.num_experts)
+        return scores_TA, chosen_TA, logits_TE
 
     def scores(self, logits_TE: Tensor) -> Tensor:
         """Return the score of every expert."""
         return logits_TE.sigmoid() if self.config.score == "sigmoid" else logits_TE.softmax(-1)
 
-    def _choose(self, scores_TE: Tensor) -> Tensor:
+    def _choose(self, scores_TE: Tensor, is_token_BL: Tensor | None) -> Tensor:
         config = self.config
         T, E = scores_TE.shape
         if self.forced_balance:
-            return in_turn(T, config.top_k, E, scores_TE.device)
+            return in_turn(T, config.top_k, E, scores_TE.device, is_token_BL)
         if self.bias_E is not None:
             scores_TE = scores_TE + self.bias_E
         if config.num_chosen_groups < config.num_groups:
@@ -245,9 +264,20 @@ class Experts(nn.Module):
         return product_of_stack(self, weight, x, offsets_E)
 
 
-def in_turn(T: int, A: int, E: int, device: torch.device) -> Tensor:
-    """Return a choice (T, A) that gives every expert equally many slots, for measuring speed."""
-    return (torch.arange(T * A, device=device) % E).view(T, A)
+def in_turn(T: int, A: int, E: int, device: torch.device, is_token_BL: Tensor | None = None) -> Tensor:
+    """Return a choice (T, A) that gives every expert equally many slots of tokens, for measuring speed."""
+    if is_token_BL is None:
+        return (torch.arange(T * A, device=device) % E).view(T, A)
+    number_T1 = is_token_BL.reshape(-1, 1).cumsum(0) - 1  # of each token, without padding
+    return (number_T1.clamp(min=0) * A + torch.arange(A, device=device)) % E
+
+
+def without_padding(
+    scores_TA: Tensor, chosen_TA: Tensor, is_token_BL: Tensor, num_experts: int
+) -> tuple[Tensor, Tensor]:
+    """Return scores and choice, of padding zeros and no expert. See Note [Padding]."""
+    is_padding_T1 = ~is_token_BL.reshape(-1, 1)
+    return scores_TA.masked_fill(is_padding_T1, 0), chosen_TA.masked_fill(is_padding_T1, num_experts)
 
 
 class MoE(nn.Module):
@@ -284,9 +314,11 @@ class MoE(nn.Module):
         self.bias_update_speed = ExpertTraining.bias_update_speed
         self.early_scores = False  # see Note [Early scores]
 
-    def forward(self, x_BLD: Tensor) -> tuple[Tensor, Routing]:
+    def forward(self, x_BLD: Tensor, real: Real | None = None) -> tuple[Tensor, Routing]:
+        """Return the layer's result, and its routing; `real` says which positions are tokens, None: all."""
         x_TD = x_BLD.flatten(0, 1)
-        scores_TA, chosen_TA, logits_TE = self.router(x_TD)
+        is_token_BL = None if real is None else real.is_token_BL
+        scores_TA, chosen_TA, logits_TE = self.router(x_TD, is_token_BL)
         slots = slots_of(chosen_TA, self.config.num_experts)
         route = self.experts.route(slots, self.config.mean_parts)
         x_SD, scores_S1 = route.out(x_TD), route.numbers(scores_TA.to(x_TD.dtype))
@@ -305,7 +337,8 @@ class MoE(nn.Module):
         loss = None
         if self.auxiliary_loss is not None and torch.is_grad_enabled():  # evaluation reports the cross entropy alone
             scores_TE = self.router.scores(logits_TE)
-            loss = self.auxiliary_loss(logits_TE, scores_TE, chosen_TA, slots.load_E, x_BLD.shape[0])
+            real = real or Real.of(torch.ones_like(x_BLD[..., 0], dtype=torch.bool))
+            loss = self.auxiliary_loss(logits_TE, scores_TE, chosen_TA, slots.load_E, real)
         return y_TD.view_as(x_BLD), Routing(slots.load_E, loss)
 
 
@@ -326,16 +359,16 @@ class ExpertTraining:
 
 
 def set_up_experts(
-    model: nn.Module, training: ExpertTraining, num_parts: int, groups: Sequence[str], row_groups: Sequence[str] = ()
+    model: nn.Module, training: ExpertTraining, groups: Sequence[str] = (), row_groups: Sequence[str] = ()
 ) -> None:
     """Set training options on a model's mixtures of experts: on all modules that have attributes for them.
 
     Args:
-        num_parts, groups, row_groups: as in `AuxiliaryLoss`.
+        groups, row_groups: as in `AuxiliaryLoss`.
     """
     loss = training.auxiliary
     if loss is not None:
-        loss = dataclasses.replace(loss, num_parts=num_parts, groups=tuple(groups), row_groups=tuple(row_groups))
+        loss = dataclasses.replace(loss, groups=tuple(groups), row_groups=tuple(row_groups))
     for module in model.modules():
         if hasattr(module, "auxiliary_loss"):
             module.auxiliary_loss = loss  # type: ignore[assignment]

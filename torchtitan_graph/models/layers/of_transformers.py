@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from torchtitan_graph.capture.step import Real
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.models.layers.attention import Seen, attend
 from torchtitan_graph.models.layers.lora import add_adapter
 from torchtitan_graph.models.layers.masks import Mask, as_bias
-from torchtitan_graph.models.layers.moe import in_turn
+from torchtitan_graph.models.layers.moe import in_turn, without_padding
 from torchtitan_graph.ops.experts import every_second, grouped_add, grouped_mm, permuted
 from torchtitan_graph.ops.route import slots_of
 from torchtitan_graph.transformers_private import documents_by_masks, register, rule_of
@@ -37,6 +38,7 @@ class Running:
 
     names   of the model's blocks
     masks   by rule
+    real    which positions are tokens, as routers see them; None: all
     found   in the first one, on meta: a stand-in for the mask of each rule that the model asks for
     calls   in the first one: each module that attends, and the rule of its mask
     capped  in the first one: whether attention has a soft cap of its scores
@@ -46,6 +48,7 @@ class Running:
 
     names: Mapping[nn.Module, str]
     masks: Mapping[str, Mask] = dataclasses.field(default_factory=dict)
+    real: Real | None = None
     found: dict[str, Tensor] | None = None
     calls: list[tuple[nn.Module, str]] = dataclasses.field(default_factory=list)
     capped: bool = False
@@ -58,9 +61,11 @@ _running: list[Running] = []  # transformers' functions take no argument of ours
 
 @dataclasses.dataclass
 class _Routing:
-    """Of a block that runs: the rows of its batch, its latest router's logits, and its results as in `Running`."""
+    """Of a block that runs: which positions of its input (B, L, D) are tokens, None: all; its latest router's logits,
+    and its results as in `Running`."""
 
-    num_rows: int
+    x_BLD: Tensor
+    real: Real | None = None
     logits_TE: Tensor | None = None
     loads: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     losses: list[Tensor] = dataclasses.field(default_factory=list)
@@ -180,17 +185,21 @@ class Rows(nn.Module):
 def experts_of(experts: nn.Module, x_TD: Tensor, chosen_TA: Tensor, weights_TA: Tensor) -> Tensor:
     """Return the weighted sum of the chosen experts' results. See Note [Experts in a static graph]."""
     routing, E = _routing[-1], int(experts.all_experts)  # type: ignore[arg-type]
+    is_token_BL = None if routing.real is None else routing.real.is_token_BL
     if experts.forced_balance:
-        chosen_TA = in_turn(len(chosen_TA), chosen_TA.shape[1], E, chosen_TA.device)
+        chosen_TA = in_turn(chosen_TA.shape[0], chosen_TA.shape[1], E, chosen_TA.device, is_token_BL)
+    if is_token_BL is not None:
+        weights_TA, chosen_TA = without_padding(weights_TA, chosen_TA, is_token_BL, E)
     _, order_S, inverse_S, load_E = slots_of(chosen_TA, E)
     routing.loads[experts.name] = load_E  # type: ignore[index]
     loss: Any = getattr(experts, "auxiliary_loss", None)
     if loss is not None and torch.is_grad_enabled():  # evaluation reports the cross entropy alone
         logits_TE = routing.logits_TE
-        if logits_TE is None or logits_TE.numel() != len(x_TD) * E:
+        if logits_TE is None or logits_TE.shape[-1] != E:
             raise UserError(f"the router of {experts.name} gives no logits of each token, so it has no [moe] loss")
         logits_TE = logits_TE.reshape(-1, E).to(torch.promote_types(logits_TE.dtype, torch.float32))
-        routing.losses.append(loss(logits_TE, logits_TE.softmax(-1), chosen_TA, load_E, routing.num_rows))
+        real = routing.real or Real.of(torch.ones_like(routing.x_BLD[..., 0], dtype=torch.bool))
+        routing.losses.append(loss(logits_TE, logits_TE.softmax(-1), chosen_TA, load_E, real))
     y_SD = experts.rows(permuted(x_TD, order_S, inverse_S, chosen_TA.shape[1]), load_E)  # type: ignore[operator]
     y_TAD = permuted(y_SD, inverse_S, order_S).unflatten(0, chosen_TA.shape)
     return (y_TAD * weights_TA.unsqueeze(-1)).sum(1).to(x_TD.dtype)
@@ -225,6 +234,8 @@ def adapt_block(block: nn.Module, router: tuple[type[nn.Module], int] | None) ->
     if experts:
         block.forward = partial(_with_routing, block.forward)
         block._forward_hooks[-1] = _take_routing
+        block._forward_pre_hooks[-1] = _give_real
+        block._forward_pre_hooks_with_kwargs[-1] = True
 
 
 def correction_bias(experts: nn.Module) -> Tensor | None:
@@ -264,8 +275,14 @@ def _input_of(args: Any, kwargs: Any) -> Tensor:
     return args[0] if args else next(x for x in kwargs.values() if isinstance(x, Tensor))
 
 
-def _with_routing(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
-    _routing.append(_Routing(len(_input_of(args, kwargs))))
+def _give_real(block: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    return args, kwargs | {"real": _running[-1].real if _running else None}
+
+
+def _with_routing(
+    forward: Callable[..., Any], *args: Any, real: Real | None = None, **kwargs: Any
+) -> tuple[Any, Any, Any]:
+    _routing.append(_Routing(_input_of(args, kwargs), real))
     try:
         return forward(*args, **kwargs), _routing[-1].loads, _routing[-1].losses
     finally:

@@ -3,6 +3,7 @@
 from torchtitan_graph.config.beginning import check_beginning
 from torchtitan_graph.config.check import (
     check,
+    check_data,
     ranks_asked_for,
     ranks_started,
     shard_degree,
@@ -17,6 +18,7 @@ __all__ = [
     "DRY",
     "JobConfig",
     "check",
+    "check_data",
     "check_beginning",
     "dump_toml",
     "load",

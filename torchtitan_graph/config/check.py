@@ -115,6 +115,12 @@ def check(config: JobConfig, world_size: int) -> list[str]:
     return [*config.notices, *lines(config, notices)]
 
 
+def check_data(config: JobConfig) -> None:
+    """Raise UserError with all that is wrong with the options of the data, whatever the number of processes."""
+    if problems := [*_preferences(config), *_sources(config), *_columns(config)]:
+        raise UserError(problem_list(lines(config, problems)))
+
+
 def _check_values(config: JobConfig, world_size: int) -> Iterator[str]:
     """Yield a line for each table or value of a configuration built in Python that is not a legal option."""
     if type(world_size) is not int or world_size < 1:

@@ -25,6 +25,11 @@ _PARTS = [*dict.fromkeys(part for parts in COLUMNS.values() for part in parts)]
 def find_wrong_column(columns: Mapping[str, Any], format_: str | None) -> str | None:
     """Return what is wrong with an option `columns` beside the option `format`, None if nothing is."""
     for part, name in columns.items():
+        if part not in _PARTS and name in _PARTS:
+            return (
+                f"{part} = {name!r} is reversed: what is read comes first, then the column that holds it, as in"
+                f" {{{name} = {part!r}}}"
+            )
         if part not in _PARTS:
             return f"{part} is nothing that is read" + did_you_mean(part, _PARTS, f"; legal are {', '.join(_PARTS)}")
         if not isinstance(name, str) or not name:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from torchtitan_graph.command import command, make_parser, run_command
-from torchtitan_graph.config import job
+from torchtitan_graph.config import check_data, job
 from torchtitan_graph.config.load import load, read_beside
 from torchtitan_graph.data.batch import IGNORE_INDEX
 from torchtitan_graph.data.forms import RowFormat
@@ -160,6 +160,7 @@ def main(argv: Sequence[str]) -> int:
     file = ["--job.config_file", words.pop(0)] if words and not words[0].startswith("-") else []
     options, others = read_beside(parser, words)
     config = load([*file, *others])
+    check_data(config)
     tokenizer = load_tokenizer(config.model.hf_assets_path)
     most = max(options.most, options.rows)
     data = open_training_data(config, tokenizer, most + 1)  # one more tells whether there are more

@@ -59,9 +59,9 @@ class BadRows:
             return read(index)
         except BadRow as error:
             if not self.skip:
-                raise UserError(f"{str(error).rstrip('.')}. {HINT}") from error
+                raise UserError(f"{_ended(str(error))} {HINT}") from error
             if not self._has_warned:
-                logger.warning(f"{error}. It is left out, as are all bad rows; the log counts them by kind")
+                logger.warning(f"{_ended(str(error))} It is left out, as are all bad rows; the log counts them by kind")
             self._has_warned = True
             return Skipped(error.kind)
 
@@ -84,9 +84,14 @@ class BadRows:
             lines.append(f"and {len(errors) - _MOST_NAMED:,} more")
         named = "\n    ".join(lines)
         if not self.skip:
-            raise UserError(f"{named.rstrip('.')}. {HINT}" if len(errors) == 1 else f"{named}\n{HINT}")
+            raise UserError(f"{_ended(named)} {HINT}" if len(errors) == 1 else f"{named}\n{HINT}")
         if len(errors) == number:
             raise UserError(f"{named}\nNo document is left")
         left_out = "It is left out" if len(errors) == 1 else "They are left out"
         logger.warning(f"{named}\n{left_out}: training.on_bad_row")
         self._has_warned = True
+
+
+def _ended(text: str) -> str:
+    """Return a text with the mark that ends a sentence."""
+    return text if text.endswith((".", "?")) else f"{text}."

@@ -64,6 +64,17 @@ class ShuffledCorpus:
         """Return whether the lane's documents are packed whole: those of all are, or of none."""
         return self.source.is_whole
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether `num_documents` is exact: of many documents the split is random."""
+        return self.split == "all" or len(self.source) <= _FEW_DOCUMENTS
+
+    def num_documents(self) -> int:
+        """Return the number of documents in the split, of many about how many."""
+        total = len(self.source)
+        held_out = 0 if total == 1 else max(1, round(VALIDATION_FRACTION * total))
+        return {"train": total - held_out, "validation": held_out, "all": total}[self.split]
+
     def documents(self, lane: int, epoch: int, start: int) -> Iterator[tuple[int, Document]]:
         total = len(self.source)
         for index in range(start, (total - lane - 1) // self.num_lanes + 1):

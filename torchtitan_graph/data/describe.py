@@ -12,7 +12,7 @@ from torchtitan_graph.data.texts import TextFiles
 from torchtitan_graph.log import logger
 
 EMBEDDED = "stdlib, the embedded corpus: this Python's own sources"
-_SPLITS = {"train": "those for training", "validation": "those held out for validation", "all": "all of them"}
+_SPLITS = {"train": "those for training", "validation": "those held out for validation"}
 
 
 def log_corpus(what: str, corpus: Corpus, dataset: str, path: str | None, split: str, reading: RowFormat) -> None:
@@ -30,15 +30,25 @@ def describe(corpus: Corpus, dataset: str, path: str | None, split: str, reading
         if path or is_embedded:
             files = sum(len(part) if isinstance(part, TextFiles) else 1 for part in parts)
             words.append("token shards" if isinstance(parts[0], Shards) else _count(files, "file"))
-        words.append(f"{_count(len(corpus.source), 'document')}, {_SPLITS[corpus.split]}")
+        words.append(_documents(corpus))
     else:
-        words.append(f"streamed, {_SPLITS[split]}")
+        words.append(f"streamed, {_SPLITS.get(split, 'all of it')}")
     forms = list({repr((type(form).__name__, form.columns)): form for form in map(_form, parts) if form}.values())
     words += [f"{type(form).__name__.lower()} of the columns {', '.join(form.columns)}" for form in forms]
     if any(isinstance(form, Conversation) for form in forms):
         digest = hashlib.sha256(reading.template.digest.encode()).hexdigest()[:8]
         words.append(f"template {reading.chat_template or 'of the tokenizer'} ({digest})")
     return "; ".join(words)
+
+
+def _documents(corpus: ShuffledCorpus) -> str:
+    """Return how many documents a split has, of how many."""
+    number, total = corpus.num_documents(), _count(len(corpus.source), "document")
+    if number == len(corpus.source):
+        return f"{total}, all of them"
+    about = "" if corpus.is_exact else "about "
+    rest = "the others are held out for validation" if corpus.split == "train" else "those held out for validation"
+    return f"{about}{number:,} of {total}, {rest}"
 
 
 def _parts(source: Any) -> list[Any]:

@@ -62,6 +62,11 @@ class DataFile:
         raise UserError(f"{self.path}: {what}. A corpus must not change during a run: put it back, or begin a new run")
 
 
+def without_gz(name: str) -> str:
+    """Return the name of a file without `.gz` at its end, in capital letters or small."""
+    return name[:-3] if name.lower().endswith(".gz") else name
+
+
 def unpacked(file: Path, owner: object) -> DataFile:
     """Return a gzip file's content as a temporary file, which is deleted with its owner."""
     path = _unpack(file)

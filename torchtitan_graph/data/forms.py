@@ -20,6 +20,17 @@ from torchtitan_graph.errors import UserError, listed
 from torchtitan_graph.log import logger
 
 _OLDER = "conversations"
+_PAIRS = (  # columns of prompts and their answers in common tables
+    ("instruction", "output"),
+    ("instruction", "response"),
+    ("question", "answer"),
+    ("query", "response"),
+    ("query", "answer"),
+    ("problem", "solution"),
+    ("prompt", "response"),
+    ("prompt", "answer"),
+    ("input", "output"),
+)
 _LOOKED_AT = 1000  # rows, for one that tells the columns
 _READ = ("role", "content", "tool_calls", LEARNED)  # keys of messages; of tool_calls there is a warning of its own
 _KINDS = {list: "a list", dict: "an object", int: "a number", float: "a number", bool: "a truth value"}
@@ -157,14 +168,13 @@ class RowFormat:
         if not self.columns and kind == "text":
             raise UserError(
                 f"{place}: no text under the key 'text'; there is {there}. Text, messages, conversations, or prompt and"
-                f" completion are found by themselves; name another column in {self.option('columns')}, such as {{text"
-                " = 'content'}, or {prompt = 'question', completion = 'answer'}"
+                f" completion are found by themselves; name others in {self.option('columns')}{_likely_columns(row)}"
             )
-        hint = did_you_mean(name, paths, f"; there is {there}")
+        hint = did_you_mean(name, paths, f"; there is {there}.")
         option = self.option("columns") if part in self.columns else f"{self.option('format')} = {self.format!r}"
         if part not in self.columns and self.format is None:
             option = self.option("columns")
-        more = "" if part in self.columns else f". Name the one that holds it in {self.option('columns')}"
+        more = "" if part in self.columns else f" Name the one that holds it in {self.option('columns')}"
         raise UserError(f"{place}: {option}: {part} = {name!r} is no column of it{hint}{more}")
 
     def _kind(self, row: Mapping[str, Any], place: str) -> str:
@@ -226,6 +236,17 @@ class RowFormat:
 def _needed(kind: str) -> set[str]:
     """Return what rows of a format must have."""
     return {part for part in COLUMNS[kind] if part not in OPTIONAL and (kind, part) != ("preference", "prompt")}
+
+
+def _likely_columns(row: Collection[str]) -> str:
+    """Return the end of a message: the value of the option `columns` that a row's columns suggest, or an example."""
+    pair = next((pair for pair in _PAIRS if pair[0] in row and pair[1] in row), None)
+    if pair is None:
+        return ", such as {text = 'content'}, or {prompt = 'question', completion = 'answer'}"
+    hint = f": {{prompt = {pair[0]!r}, completion = {pair[1]!r}}}"
+    if pair == ("instruction", "output") and "input" in row:
+        hint += ". The column 'input' is not read then: write what it holds into the instruction"
+    return hint
 
 
 def _keys(names: list[str]) -> str:

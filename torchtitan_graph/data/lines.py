@@ -8,7 +8,7 @@ import numpy as np
 
 from torchtitan_graph.data.bad_rows import BadRow
 from torchtitan_graph.data.document import Document
-from torchtitan_graph.data.files import DataFile, decode, unpacked
+from torchtitan_graph.data.files import DataFile, decode, unpacked, without_gz
 from torchtitan_graph.data.forms import Form, RowFormat, form_of
 from torchtitan_graph.data.sources import digest_files, is_small
 from torchtitan_graph.errors import UserError
@@ -31,16 +31,28 @@ class JsonLines:
         self._file, self._bad_rows, self._reading = str(file), reading.bad_rows(str(file)), reading
         self._data = packed = DataFile(file)
         digest = digest_files(file.parent, [file])
-        if file.suffix == ".gz":
+        if file.suffix.lower() == ".gz":
             self._data = unpacked(file, self)
         self._line_starts, self._documents = _index_lines(Path(self._data.path))
         packed.check()
+        self._refuse_array()
         self.form: Form = form_of(reading, lambda index: self._row(index)[0], len(self), self._file)
         self.digest, self.is_whole = digest + self.form.digest, self.form.is_whole
         if is_small(self._data.size):
             self._bad_rows.read_all(self._read, len(self))
         elif len(self):
             self[0]  # raises for an invalid line
+
+    def _refuse_array(self) -> None:
+        """Raise UserError if the file is one JSON array, on one line or over several."""
+        if not len(self):
+            return
+        lines = self._documents[[0, -1]]
+        begin = self._data.read(int(self._line_starts[lines[0]]), 64).removeprefix(codecs.BOM_UTF8)
+        ends = [int(end) for end in self._line_starts[lines + 1]]
+        of_first, of_last = (self._data.read(max(0, end - 64), min(64, end)).rstrip()[-1:] for end in ends)
+        if begin.lstrip().startswith(b"[") and of_last == b"]" and (len(self) == 1 or of_first != b"]"):
+            raise UserError(f"{self._file}: is one JSON array. {_ONE_PER_LINE}")
 
     def __len__(self) -> int:
         return len(self._documents)
@@ -75,7 +87,7 @@ class JsonLines:
         return row, where
 
     def identity(self, index: int) -> str:
-        return f"{Path(self._file).name.removesuffix('.gz')}:{index}"
+        return f"{without_gz(Path(self._file).name)}:{index}"
 
 
 def _index_lines(file: Path) -> tuple[np.ndarray, np.ndarray]:

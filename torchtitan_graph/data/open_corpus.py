@@ -217,9 +217,9 @@ def _open_path(path: Path, reading: RowFormat) -> Source:
     """Open one text, JSON lines, table or Parquet file, or all of these in a folder, at any depth, by name."""
     if path.is_dir():
         return _open_folder(path, reading)
-    if path.name.endswith((*JSON_SUFFIXES, ".json")):
+    if path.name.lower().endswith((*JSON_SUFFIXES, ".json")):
         return JsonLines(path, reading)
-    if path.suffix == ".parquet":
+    if path.suffix.lower() == ".parquet":
         return open_parquet(path, reading)
     if is_table(path):
         return Table(path, reading)
@@ -233,19 +233,16 @@ def _open_folder(root: Path, reading: RowFormat) -> Source:
         folders[:] = [name for name in folders if not name.startswith((".", "__pycache__"))]
         files += [Path(folder, name) for name in names if not name.startswith(".")]
     files.sort()
+    known = (*JSON_SUFFIXES, *TABLE_SUFFIXES, ".parquet")
     texts = [file for file in files if file.suffix.lower() in TEXT_SUFFIXES and file.stat().st_size]
-    tables = [file for file in files if file.name.endswith((*JSON_SUFFIXES, ".parquet")) or is_table(file)]
+    tables = [file for file in files if file.name.lower().endswith(known)]
     if texts:
         reading.refuse_for_text(f"{root}", f"holds files of text ({texts[0].relative_to(root)})")
     sources: list[Source] = [TextFiles(root, texts, reading.on_bad_row)] if texts else []
     sources += [_open_path(file, reading) for file in tables]
     if not sources:
         none = f"none of the {len(files)} files in it can be read as documents" if files else "the folder is empty"
-        raise UserError(
-            f"{root}: {none}. Known are"
-            f" {', '.join((*JSON_SUFFIXES, *TABLE_SUFFIXES, '.parquet'))}, and as text"
-            f" {' '.join(sorted(TEXT_SUFFIXES))}."
-        )
+        raise UserError(f"{root}: {none}. Known are {', '.join(known)}, and as text {' '.join(sorted(TEXT_SUFFIXES))}.")
     if left_out := Counter(file.suffix for file in set(files).difference(texts, tables)):
         named = ", ".join(f"{count:,} {suffix or 'without a suffix'}" for suffix, count in left_out.most_common(8))
         logger.info(f"{root}: {len(texts) + len(tables):,} files are read, {left_out.total():,} left out: {named}")

@@ -10,7 +10,7 @@ import numpy as np
 
 from torchtitan_graph.data.bad_rows import BadRow
 from torchtitan_graph.data.document import Document
-from torchtitan_graph.data.files import DataFile, decode, open_data, unpacked
+from torchtitan_graph.data.files import DataFile, decode, open_data, unpacked, without_gz
 from torchtitan_graph.data.forms import Form, RowFormat, form_of
 from torchtitan_graph.data.lines import LONGEST_ROW
 from torchtitan_graph.data.sources import digest_files, is_small
@@ -63,7 +63,7 @@ class Table:
         return self._bad_rows.read(self._read, index)
 
     def identity(self, index: int) -> str:
-        return f"{Path(self._file).name.removesuffix('.gz')}:{index}"
+        return f"{without_gz(Path(self._file).name)}:{index}"
 
     def _read(self, index: int) -> Document:
         where = f"{self._file}, line {self._lines[index + 1]}"
@@ -98,9 +98,11 @@ class Table:
             raise UserError(f"{where}: two of its columns have the name {twice[0]!r}; rename one")
         others = [mark for mark in _OTHER_DELIMITERS if mark != self._delimiter and mark in header[0]]
         if len(header) == 1 and others:
+            other = next((suffix for suffix, mark in _DELIMITERS.items() if mark == others[0]), None)
+            instead = "write it so" if other is None else f"write it so, or rename the file to {other}"
             raise UserError(
                 f"{where}: its values are divided by {others[0]!r}, it seems, as the one column is {header[0]!r:.80}."
-                " Values are divided by a comma in .csv, and by a tab in .tsv: write it so, or rename the file"
+                f" Values are divided by a comma in .csv, and by a tab in .tsv: {instead}"
             )
         return header
 

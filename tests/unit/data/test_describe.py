@@ -34,10 +34,13 @@ def write_lines(file: Path, row: dict, number: int = 20) -> Path:
 
 def test_files_documents_format_columns_and_split(tmp_path: Path) -> None:
     file = write_lines(tmp_path / "a.jsonl", {"text": "x"})
-    assert said(file) == f"{file}; 1 file; 20 documents, those for training; text of the columns text"
+    assert (
+        said(file)
+        == f"{file}; 1 file; 19 of 20 documents, the others are held out for validation; text of the columns text"
+    )
     assert (
         said(file, "validation")
-        == f"{file}; 1 file; 20 documents, those held out for validation; text of the columns text"
+        == f"{file}; 1 file; 1 of 20 documents, those held out for validation; text of the columns text"
     )
     pairs = write_lines(tmp_path / "b.jsonl", {"question": "x", "answer": "y"}, 3)
     how = said(pairs, "all", columns={"prompt": "question", "completion": "answer"})
@@ -49,7 +52,10 @@ def test_a_folder_counts_its_files(tmp_path: Path) -> None:
         (tmp_path / f"{number}.txt").write_text("x")
     write_lines(tmp_path / "a.jsonl", {"text": "x"})
     write_lines(tmp_path / "b.jsonl", {"text": "x"})
-    assert said(tmp_path) == f"{tmp_path}; 5 files; 43 documents, those for training; text of the columns text"
+    assert (
+        said(tmp_path)
+        == f"{tmp_path}; 5 files; 41 of 43 documents, the others are held out for validation; text of the columns text"
+    )
 
 
 def test_a_template_is_named_with_a_digest(tmp_path: Path) -> None:
@@ -104,3 +110,12 @@ def test_two_positions_are_told_apart_shortly() -> None:
     first, second = _differing(*changed)
     assert first.endswith("one'") and second.endswith("two'") and max(len(first), len(second)) < 110
     assert _differing("32", "'up to 32'") == ("32", "'up to 32'")
+
+
+@pytest.mark.parametrize("number", [1, 2, 30, 90, 120])
+def test_the_number_of_documents_of_a_split_is_that_which_is_read(tmp_path: Path, number: int) -> None:
+    file = write_lines(tmp_path / "a.jsonl", {"text": "x"}, number)
+    for split in ("train", "validation", "all")[:: 1 if number > 1 else 2]:
+        corpus = open_corpus("", str(file), split, 0, RowFormat())
+        read = sum(1 for lane in range(corpus.num_lanes) for _ in corpus.documents(lane, 0, 0))
+        assert corpus.num_documents() == read and corpus.is_exact  # type: ignore[union-attr]

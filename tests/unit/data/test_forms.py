@@ -48,6 +48,13 @@ def test_columns_tell_the_form(columns, expected):
         ({}, ["text", "messages"], "here: its columns .* can be read as text or chat: choose by training.format"),
         ({}, ["content"], r"no text under the key 'text'; there is \['content'\].*training.columns"),
         ({}, ["prompt"], "no text under the key 'text'"),
+        (
+            {},
+            ["instruction", "input", "output"],
+            "{prompt = 'instruction', completion = 'output'}. The column 'input' is not read then",
+        ),
+        ({}, ["question", "answer"], "name others in training.columns: {prompt = 'question', completion = 'answer'}"),
+        ({"format": "chat"}, ["message"], "did you mean message[?] Name the one that holds it"),
         ({"format": "chat"}, ["text"], "messages = 'messages' is no column of it"),
         ({"columns": {"prompt": "question", "completion": "anser"}}, ["question", "answer"], "did you mean answer"),
         ({"columns": {"messages": "m", "tools": "t"}}, ["m"], "tools = 't' is no column"),
@@ -62,6 +69,7 @@ def test_columns_that_do_not_tell_are_refused(options, columns, match):
     ("words", "match"),
     [
         (["--training.columns", "{promt = 'a'}"], "promt is nothing that is read; did you mean prompt"),
+        (["--training.columns", "{question = 'prompt', answer = 'completion'}"], "as in {prompt = 'question'}"),
         (["--training.columns", "{text = 5}"], "text must be the name of a column"),
         (["--training.columns", "{text = 'a', prompt = 'b'}"], "are of different formats"),
         (["--training.columns", "{text = 'a'}", "--training.format", "chat"], "not of the format 'chat'"),

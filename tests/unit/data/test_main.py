@@ -43,3 +43,9 @@ def test_a_corpus_with_nothing_to_learn_is_counted(words, tmp_path, capsys):
     assert main(words) == 0
     shown = capsys.readouterr().out
     assert "rows: 0; no document has anything to learn" in shown and "left out, with nothing to learn: 38" in shown
+
+
+def test_reversed_columns_are_refused(words, capsys):
+    assert main([*words, "--training.columns", "{question = 'prompt', answer = 'completion'}"]) == 2
+    said = capsys.readouterr().err
+    assert "question = 'prompt' is reversed" in said and "{prompt = 'question'}" in said

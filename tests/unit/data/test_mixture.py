@@ -174,7 +174,7 @@ def test_the_log_names_the_sources_and_no_message_shows_whole_digests(tmp_path: 
         )  # fmt: skip
         positions.append(data.state_dict())
     own, embedded, *_ = dict.fromkeys(caplog.messages)
-    of_own = f"{file}; 1 file; 100 documents, those for training; text of the columns text"
+    of_own = f"{file}; 1 file; 95 of 100 documents, the others are held out for validation; text of the columns text"
     assert own == f"source x.jsonl, 75.00 % of the rows: {of_own}"
     assert embedded.startswith(
         "source stdlib, 25.00 % of the rows: stdlib, the embedded corpus: this Python's own sour"

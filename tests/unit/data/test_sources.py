@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchtitan_graph.data import sources
+from torchtitan_graph.data.bad_rows import BadRow, BadRows
 from torchtitan_graph.data.files import DataFile
 from torchtitan_graph.data.forms import RowFormat
 from torchtitan_graph.data.lines import JsonLines
@@ -253,18 +254,21 @@ CORRUPT = {
             "this reads text only: name the column",
         ),
         (b'{"text": "x", "n": ' + b"1" * 5000 + b"}\n", "line 1: is not JSON: a number of 5,000 digits"),
-        (b"[" * 100_000 + b"]" * 100_000, "line 1: has lists or objects more than 100 deep"),
+        (b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "line 1: has lists or objects more than 100 deep"),
         (b'{"a": ' * 200 + b"1" + b"}" * 200, "line 1: has lists or objects more than 100 deep"),
         (b"{" + b",".join(b'"k%d": 1' % i for i in range(9999)) + b"}", "no text under.*k1.*9,999 keys"),
-        (b'["x"]\n', "line 1: not a JSON object"),
+        (b'["x"]\n{"text": "x"}\n', "line 1: not a JSON object"),
         (b'{"text": "x"}\n{"text": "\xff"}\n', "line 2: not UTF-8"),
         (b"", "training.dataset_path = '.*a.jsonl': holds no documents"),
     ],
     "a.json": [
-        (b'[{"text": "x"}, {"text": "y"}]', "line 1: not a JSON object.*one object on each line"),
+        (
+            b'[{"text": "x"}, {"text": "y"}]',
+            r"a\.json: is one JSON array\. JSON lines have one object on each line.*FILE writes those of a JSON array$",
+        ),
         (
             b'[\n{"text": "x"},\n{"text": "y"}\n]',
-            "(?s)line 1: is not JSON.*one object on each line.*line 2: is not JSON",
+            r"a\.json: is one JSON array\. JSON lines have one object on each line.*FILE writes those of a JSON array$",
         ),
     ],
     "a.txt.gz": [(gzip.compress(b"text"), r"a\.txt\.gz: is a gzip file.*unpack it first.*\.jsonl\.gz")],
@@ -445,3 +449,21 @@ def test_text_files_are_numbered_by_name(tmp_path):
     write_folder(tmp_path)
     files = sorted(tmp_path.rglob("[0-9].txt"))
     assert [TextFiles(tmp_path, files).identity(i) for i in range(2)] == ["part0/0.txt", "part0/2.txt"]
+
+
+@pytest.mark.parametrize("name", ["a.JSONL", "a.Json", "a.jsonl.GZ", "a.JSON.gz", "a.CSV.Gz"])
+def test_the_case_of_a_suffix_does_not_matter(tmp_path, name):
+    content = b"text\nx\ny\n" if "CSV" in name else b'{"text": "x"}\n{"text": "y"}\n'
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.lower().endswith("gz") else content)
+    source = open_corpus("", str(tmp_path / name), "all", seed=0).source
+    assert [source[0], source[1]] == ["x", "y"] and ".gz:" not in source.identity(0).lower()
+    if name != "a.Json":
+        assert len(open_corpus("", str(tmp_path), "all", seed=0).source) == 2
+
+
+def test_a_hint_that_is_a_question_ends_once():
+    def read(index):
+        raise BadRow("wrong_message", f"line {index}: role = 'asistant'; did you mean assistant?")
+
+    with pytest.raises(UserError, match=r"did you mean assistant\? training\.on_bad_row"):
+        BadRows("a.jsonl", "refuse").read(read, 1)

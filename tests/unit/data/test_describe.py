@@ -18,6 +18,7 @@ TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+OTHERS = "the others are held out for validation"
 CHAT = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
 
 
@@ -34,10 +35,7 @@ def write_lines(file: Path, row: dict, number: int = 20) -> Path:
 
 def test_files_documents_format_columns_and_split(tmp_path: Path) -> None:
     file = write_lines(tmp_path / "a.jsonl", {"text": "x"})
-    assert (
-        said(file)
-        == f"{file}; 1 file; 19 of 20 documents, the others are held out for validation; text of the columns text"
-    )
+    assert said(file) == f"{file}; 1 file; 19 of 20 documents, {OTHERS}; text of the columns text"
     assert (
         said(file, "validation")
         == f"{file}; 1 file; 1 of 20 documents, those held out for validation; text of the columns text"
@@ -52,10 +50,7 @@ def test_a_folder_counts_its_files(tmp_path: Path) -> None:
         (tmp_path / f"{number}.txt").write_text("x")
     write_lines(tmp_path / "a.jsonl", {"text": "x"})
     write_lines(tmp_path / "b.jsonl", {"text": "x"})
-    assert (
-        said(tmp_path)
-        == f"{tmp_path}; 5 files; 41 of 43 documents, the others are held out for validation; text of the columns text"
-    )
+    assert said(tmp_path) == f"{tmp_path}; 5 files; 41 of 43 documents, {OTHERS}; text of the columns text"
 
 
 def test_a_template_is_named_with_a_digest(tmp_path: Path) -> None:

@@ -264,11 +264,11 @@ CORRUPT = {
     "a.json": [
         (
             b'[{"text": "x"}, {"text": "y"}]',
-            r"a\.json: is one JSON array\. JSON lines have one object on each line.*FILE writes those of a JSON array$",
+            r"a\.json: is one JSON array\. JSON lines have one object.*FILE writes those of a JSON array$",
         ),
         (
             b'[\n{"text": "x"},\n{"text": "y"}\n]',
-            r"a\.json: is one JSON array\. JSON lines have one object on each line.*FILE writes those of a JSON array$",
+            r"a\.json: is one JSON array\. JSON lines have one object.*FILE writes those of a JSON array$",
         ),
     ],
     "a.txt.gz": [(gzip.compress(b"text"), r"a\.txt\.gz: is a gzip file.*unpack it first.*\.jsonl\.gz")],

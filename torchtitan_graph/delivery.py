@@ -11,7 +11,7 @@ from torchtitan_graph.config.job import JobConfig
 from torchtitan_graph.data.forms import RowFormat
 from torchtitan_graph.data.tokenizer import FileTokenizer, find_assets
 from torchtitan_graph.data.tokenizer_json import read_templates
-from torchtitan_graph.data.turn_ends import ends_of_texts, has_template
+from torchtitan_graph.data.turn_ends import ends_of_texts
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.models.hf.assets import (
     MORE_TEMPLATES,
@@ -58,7 +58,7 @@ def deliver(reading: RowFormat, assets: Path | None) -> Delivery:
         files |= tokenizer_files(tokenizer.folder)
         files[_TOKENIZER] = tokenizer.file
         files |= _templates(reading, files)
-        files[_TOKENIZER_CONFIG] = _tokenizer_config(tokenizer, has_template(reading))
+        files[_TOKENIZER_CONFIG] = _tokenizer_config(tokenizer, reading.has_template)
     ends = ends_of_texts(reading, [folder])
     special = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
     files[GENERATION] = _json({**_generation(folder, special["bos_token_id"]), "eos_token_id": ends})
@@ -78,7 +78,7 @@ def base_of(job: JobConfig) -> str | None:
 
 def _templates(reading: RowFormat, files: dict[str, Content]) -> dict[str, Content]:
     """Return the chat templates as files, with the arguments of training; take others out of `files`."""
-    if not has_template(reading):
+    if not reading.has_template:
         return {}
     for name in [name for name in files if name == TEMPLATE or name.startswith(MORE_TEMPLATES)]:
         del files[name]

@@ -12,6 +12,7 @@ import numpy as np
 
 from torchtitan_graph.config.option import did_you_mean
 from torchtitan_graph.data.bad_rows import BadRow
+from torchtitan_graph.data.calls import TOOL, CallForm, call_form
 from torchtitan_graph.data.document import Contexts, Tokens
 from torchtitan_graph.data.tokenizer import FileTokenizer, Tokenizer
 from torchtitan_graph.data.tokenizer_json import read_ends, read_templates
@@ -58,6 +59,7 @@ class ChatTemplate:
             )
         self._tokenizer, self._date, self._arguments = tokenizer, date, dict(arguments or {})
         self._has_warned: set[str] = set()
+        self._call_forms: dict[bool, CallForm] = {}
         if file is not None:
             with refuse_unreadable(f"training.chat_template = {file!r}"):
                 self.templates = {"default": read_small(Path(file).expanduser()).decode(errors="replace")}
@@ -273,6 +275,20 @@ class ChatTemplate:
     ) -> tuple[str, list[Span]]:
         """Return a conversation's text, and what a template marks as the assistant's words; with `prompt` the text asks
         for the next answer. Raises UserError if the template refuses it."""
+        if any(message.get("tool_calls") for message in messages):
+            messages = [self._call_form(bool(tools)).apply(message) for message in messages]
+        return self._rendered(messages, tools, prompt)
+
+    def _call_form(self, has_tools: bool) -> CallForm:
+        """Return the form in which the template takes calls; there may be another template where there are tools."""
+        if has_tools not in self._call_forms:
+            tools = [TOOL] if has_tools else None
+            self._call_forms[has_tools] = call_form(lambda messages: self._rendered(messages, tools, False)[0])
+        return self._call_forms[has_tools]
+
+    def _rendered(
+        self, messages: Sequence[dict[str, Any]], tools: list[Any] | None, prompt: bool
+    ) -> tuple[str, list[Span]]:
         from torchtitan_graph.transformers_private import render_chat  # imports transformers, which takes seconds
 
         template = self.templates.get("tool_use" if tools else "default", self.templates["default"])

@@ -14,8 +14,9 @@ from torchtitan_graph.data.bad_rows import BadRow, BadRows
 from torchtitan_graph.data.chat import ChatTemplate
 from torchtitan_graph.data.columns import find_column, paths_of, value_of
 from torchtitan_graph.data.document import Contexts, Document, Pair, Tokens
-from torchtitan_graph.data.messages import LEARNED, messages_of, parse_list, tools_of, with_system
-from torchtitan_graph.data.tokenizer import Tokenizer
+from torchtitan_graph.data.messages import LEARNED, as_messages, messages_of, parse_list, tools_of, with_system
+from torchtitan_graph.data.tokenizer import FileTokenizer, Tokenizer
+from torchtitan_graph.data.tokenizer_json import read_templates
 from torchtitan_graph.errors import UserError, listed
 from torchtitan_graph.log import logger
 
@@ -98,10 +99,23 @@ class RowFormat:
         assert self.tokenizer is not None, "checked where the form is chosen"
         return ChatTemplate(self.tokenizer, self.chat_template, self.chat_date, self.chat_template_kwargs)
 
+    @functools.cached_property
+    def has_template(self) -> bool:
+        """Whether there is a chat template: the one that is named, or the tokenizer's own."""
+        if not isinstance(self.tokenizer, FileTokenizer):
+            return False
+        return self.chat_template is not None or "default" in read_templates(self.tokenizer.folder)
+
     @property
     def of_turns(self) -> str:
         """How turns of conversations are learned, for digests."""
         return f"{self.loss_on} {self.unclear_turns} {self.split_turns}"
+
+    @property
+    def of_answers(self) -> str:
+        """How prompts and answers become tokens, for digests: by the chat template, if there is one, as any row may
+        hold messages."""
+        return f"{self.of_turns} {self.template.digest if self.has_template else ''}"
 
     def bad_rows(self, place: str) -> BadRows:
         """Return what becomes of the bad rows of a file or folder."""
@@ -346,22 +360,28 @@ class Completion(_Form):
 
     @property
     def digest(self) -> str:
-        reading = self.reading
-        return f"{self.columns} {self.optional} {reading.of_turns} {sorted(reading.chat_template_kwargs.items())}"
+        return f"{self.columns} {self.optional} {self.reading.of_answers}"
 
     def document(self, row: Mapping[str, Any], where: str) -> Document:
         """Return a row as tokens; raise BadRow with `where` if it has no such texts or messages, UserError if a turn is
         unclear."""
-        prompt, completion = value_of(row, self.prompt), value_of(row, self.completion)
         tokenizer = self.reading.tokenizer
-        if isinstance(prompt, list) and isinstance(completion, list):
-            return self._conversation(prompt, completion, row, where)
+        prompt = as_messages(value_of(row, self.prompt), where, self.prompt)
+        if isinstance(prompt, list):
+            completion = as_messages(value_of(row, self.completion), where, self.completion)
+            if isinstance(completion, list):
+                return self._conversation(prompt, completion, row, where)
+            if isinstance(completion, str):
+                raise BadRow(
+                    "no_value",
+                    f"{where}: {self.prompt} is a list of messages and {self.completion} is text: write both as one",
+                )
         texts = [_text(row, name, where, self.reading.option("columns")) for name in (self.prompt, self.completion)]
         for name in (self.tools, self.system):
             if value_of(row, name):
                 raise BadRow(
                     "no_value",
-                    f"{where}: has {name!r} beside a prompt that is text, which no chat template renders: write prompt"
+                    f"{where}: has {name!r} and a prompt that is text, which no chat template renders: write prompt"
                     " and completion as lists of messages, or leave it out",
                 )
         if not texts[1]:
@@ -408,11 +428,14 @@ class Preference(_Form):
 
     @property
     def digest(self) -> str:
-        return f"{self.columns} {self.optional} preference {sorted(self.reading.chat_template_kwargs.items())}"
+        return f"{self.columns} {self.optional} preference {self.reading.of_answers}"
 
     def document(self, row: Mapping[str, Any], where: str) -> Document:
         """Return a row as a pair; raise BadRow if it has no such texts or messages, or the answers are equal."""
         prompt, *answers = (value_of(row, name) for name in (self.prompt, self.chosen, self.rejected))
+        if self.prompt is not None and isinstance(prompt := as_messages(prompt, where, self.prompt), list):
+            names = (self.chosen, self.rejected)
+            answers = [as_messages(each, where, name) for each, name in zip(answers, names, strict=True)]
         if answers[0] == answers[1]:
             raise BadRow(
                 "no_preference", f"{where}: {self.chosen} and {self.rejected} are equal, so there is no preference"

@@ -2,10 +2,12 @@
 
 import difflib
 import json
+import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
 from torchtitan_graph.data.bad_rows import BadRow
+from torchtitan_graph.data.calls import Arguments
 from torchtitan_graph.errors import listed
 
 # Note [Which turns are learned]
@@ -20,6 +22,7 @@ _ROLES = {
     "function_response": "tool",
 }  # fmt: skip
 _KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool")
+_LIKE_MESSAGES = re.compile(r"""\s*\[\s*\{\s*["'](role|from|content|value)["']\s*:.*\]\s*\Z""", re.DOTALL)
 _REASONING = ("thinking", "reasoning_content", "reasoning")
 
 
@@ -73,6 +76,26 @@ def parse_list(text: str, where: str, what: str) -> Any:
         if text.lstrip()[:2] in ("[{", "['") and "'" in text:
             hint = "; lists in Python's own notation are not JSON, write them by json.dumps"
         raise BadRow("no_value", f"{where}: {what} is text, and no JSON: {error}{hint}") from error
+
+
+def as_messages(found: Any, where: str, what: str) -> Any:
+    """Return the messages that a text holds as a JSON list, which is how tables hold one; anything else as it is.
+
+    A text is one of messages if it is a list of objects that each have a role, or `from` and `value`. Raises BadRow for
+    a text that looks like messages and is no JSON.
+    """
+    if not isinstance(found, str) or not found.lstrip().startswith("["):
+        return found
+    try:
+        parsed = json.loads(found)
+    except (ValueError, RecursionError):
+        return parse_list(found, where, what) if _LIKE_MESSAGES.match(found) else found
+    is_messages = isinstance(parsed, list) and parsed and all(map(_is_message, parsed))
+    return parsed if is_messages else found
+
+
+def _is_message(found: Any) -> bool:
+    return isinstance(found, dict) and ("role" in found or {"from", "value"} <= found.keys())
 
 
 def _message(message: Any, where: str, learnable: Collection[str]) -> dict[str, Any]:
@@ -162,7 +185,7 @@ def _with_arguments(function: Mapping[str, Any], where: str) -> dict[str, Any]:
         raise BadRow("wrong_message", f"{where}: the arguments of a call are text, and no JSON: {error}") from error
     if not isinstance(decoded, dict):
         raise BadRow("wrong_message", f"{where}: the arguments of a call are {_said(decoded)}; they must be an object")
-    return {**function, "arguments": decoded}
+    return {**function, "arguments": Arguments(arguments, decoded)}
 
 
 def _text_of(content: Any, where: str) -> str:

@@ -7,50 +7,48 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from torchtitan_graph.data.calls import ASKED, CALL, CITY, NAME, TOOL
 from torchtitan_graph.data.chat import ChatTemplate
 from torchtitan_graph.data.forms import RowFormat
 from torchtitan_graph.data.tokenizer import FileTokenizer
-from torchtitan_graph.data.tokenizer_json import read_ends, read_templates
+from torchtitan_graph.data.tokenizer_json import read_ends
 from torchtitan_graph.errors import UserError
+from torchtitan_graph.log import logger
 
-_ASKED = {"role": "user", "content": "Hello."}
-_ANSWER, _CITY, _NAME = "Good.", "Lisbon", "weather"
+_ANSWER = "Good."
 _SAYS = {"role": "assistant", "content": _ANSWER}
-_CALL = {"id": "call00001", "type": "function"}  # nine characters, as some templates ask for
 _CALLS = {"role": "assistant", "content": ""}
-_RESULT = {"role": "tool", "tool_call_id": "call00001", "name": _NAME, "content": "Sunny."}
-_PARAMETERS = {"type": "object", "properties": {"city": {"type": "string", "description": "A city."}}}
-_TOOL = {
-    "type": "function",
-    "function": {
-        "name": _NAME,
-        "description": "Return the weather.",
-        "parameters": {**_PARAMETERS, "required": ["city"]},
-    },
-}
+_RESULT = {"role": "tool", "tool_call_id": "call00001", "name": NAME, "content": "Sunny."}
 
 
 def ends_of_texts(reading: RowFormat, folders: Iterable[Path | None] = ()) -> list[int]:
     """Return the ids that end a text, each once: those listed in the folders' generation_config.json, those that end a
     turn of the assistant by the chat template, if there is one, and the one that ends a document.
 
-    Raises UserError if a file can't be read, or lists something else than ids.
+    A template that can't be read, such as a file that is gone, is replaced by the tokenizer's own with a warning.
+
+    Raises UserError if another file can't be read, or lists something else than ids.
     """
     tokenizer = reading.tokenizer
     assert tokenizer is not None, "texts of token ids"
     ends = [end for folder in folders if folder is not None for end in read_ends(folder)]
-    # Without transformers nothing renders a template, so nothing was trained by one.
-    if find_spec("transformers") and has_template(reading):
-        reading = dataclasses.replace(reading, chat_date=reading.chat_date or "2000-01-01")  # any day ends alike
-        ends += turn_ends(reading.template, tokenizer)  # type: ignore[arg-type]  # only files have templates
+    if find_spec("transformers"):  # without it nothing renders a template, so nothing was trained by one
+        ends += _template_ends(reading)
     return [*dict.fromkeys([*ends, tokenizer.eos_id])]
 
 
-def has_template(reading: RowFormat) -> bool:
-    """Return whether there is a chat template: the one that is named, or the tokenizer's own."""
-    if not isinstance(reading.tokenizer, FileTokenizer):
-        return False
-    return reading.chat_template is not None or "default" in read_templates(reading.tokenizer.folder)
+def _template_ends(reading: RowFormat) -> list[int]:
+    if not reading.has_template:
+        return []
+    reading = dataclasses.replace(reading, chat_date=reading.chat_date or "2000-01-01")  # any day ends alike
+    try:
+        template = reading.template
+    except UserError as error:
+        if reading.chat_template is None:
+            raise
+        logger.warning(f"{error}. Texts end as by the tokenizer's own files")
+        return _template_ends(dataclasses.replace(reading, chat_template=None, chat_template_kwargs={}))
+    return turn_ends(template, reading.tokenizer)  # type: ignore[arg-type]  # only files have templates
 
 
 def turn_ends(template: ChatTemplate, tokenizer: FileTokenizer) -> list[int]:
@@ -63,12 +61,12 @@ def turn_ends(template: ChatTemplate, tokenizer: FileTokenizer) -> list[int]:
     special = {text: number for text, number in ids.items() if text in tokenizer.special_tokens}
     found = [_first(_after(template, None, _SAYS), ids)]
     if found == [None]:
-        found = [_first(_after(template, None, _SAYS, _ASKED), ids)]
-    for arguments in ({"city": _CITY}, json.dumps({"city": _CITY})):  # templates take one or the other
-        calls = {**_CALLS, "tool_calls": [{**_CALL, "function": {"name": _NAME, "arguments": arguments}}]}
-        end = _last(_after(template, [_TOOL], calls), special)
+        found = [_first(_after(template, None, _SAYS, ASKED), ids)]
+    for arguments in ({"city": CITY}, json.dumps({"city": CITY})):  # templates take one or the other
+        calls = {**_CALLS, "tool_calls": [{**CALL, "function": {"name": NAME, "arguments": arguments}}]}
+        end = _last(_after(template, [TOOL], calls), special)
         if end is None and tokenizer.special_tokens:  # tokens that are not special may be between two calls
-            rest = tokenizer.special_pattern.search(_after(template, [_TOOL], calls, _RESULT))
+            rest = tokenizer.special_pattern.search(_after(template, [TOOL], calls, _RESULT))
             end = special.get(rest[0]) if rest else None
         found.append(end)
     return [*dict.fromkeys(end for end in found if end is not None)]
@@ -77,10 +75,10 @@ def turn_ends(template: ChatTemplate, tokenizer: FileTokenizer) -> list[int]:
 def _after(template: ChatTemplate, tools: list[Any] | None, turn: dict[str, Any], *following: dict[str, Any]) -> str:
     """Return what a template writes after the last word of a turn; "" if it refuses the conversation or the turn."""
     try:
-        text, _ = template.render([_ASKED, turn, *following], tools)
+        text, _ = template.render([ASKED, turn, *following], tools)
     except UserError:
         return ""
-    return text.rpartition(_CITY if tools else _ANSWER)[2] if (_CITY if tools else _ANSWER) in text else ""
+    return text.rpartition(CITY if tools else _ANSWER)[2] if (CITY if tools else _ANSWER) in text else ""
 
 
 def _first(text: str, ids: Mapping[str, int]) -> int | None:

@@ -296,3 +296,33 @@ def test_a_content_that_spells_a_special_token_is_warned_of(make_template, caplo
     template.tokens([{"role": "user", "content": "a<|im_end|>"}], None, "assistant", skip=False)
     assert "spells the special token '<|im_end|>'" in caplog.text
     assert isinstance(template.tokens([{"role": "user", "content": "a"}], None, "all", False).ids, np.ndarray)
+
+
+# As DeepSeek's: arguments are text that is added to text, and content is null, or text.
+AS_TEXT = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is not none %}{{ '' + m.content }}{% endif %}"
+    "{% for call in m.tool_calls or [] %}{{ call.function.name + ' ' + call.function.arguments }}{% endfor %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+AS_OBJECT = AS_TEXT.replace("'' + m.content", "m.content").replace("call.function.arguments }}", "'' }}ARGUMENTS")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (AS_TEXT, '{"cups":2}'),
+        (AS_OBJECT.replace("ARGUMENTS", "{{ call.function.arguments | tojson }}"), '{"cups": 2}'),
+        (AS_OBJECT.replace("ARGUMENTS", "{{ call.function.arguments }}"), '{"cups":2}'),
+        (AS_OBJECT.replace("ARGUMENTS", "{{ call.function.arguments.cups }}"), "2"),
+    ],
+)
+@pytest.mark.parametrize("content", [None, ""])
+def test_arguments_of_calls_are_given_as_the_template_takes_them(make_template, text, expected, content):
+    call = {"type": "function", "function": {"name": "brew", "arguments": '{"cups":2}'}}
+    said = [{"role": "user", "content": "tea"}, {"role": "assistant", "content": content, "tool_calls": [call]}]
+    template = make_template(text)
+    document = template.tokens(messages_of(said, "here"), None, "assistant", skip=False)
+    assert learned(template, document) == [f"brew {expected}<|im_end|>"]
+    call["function"]["arguments"] = {"cups": 2}
+    document = template.tokens(messages_of(said, "here"), None, "assistant", skip=False)
+    assert learned(template, document) == [f"brew {expected.replace(':2', ': 2')}<|im_end|>"]

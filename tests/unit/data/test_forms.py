@@ -1,5 +1,6 @@
 """What rows of files are read as: told by their columns, or by options; and documents of a class of one's own."""
 
+import dataclasses
 import json
 import random
 import sys
@@ -240,3 +241,49 @@ def test_the_rows_of_a_class_reach_a_batch(own):
     )  # fmt: skip
     batch = next(data)
     assert batch.labels_BL.tolist() == [[IGNORE_INDEX, 3, 4, IGNORE_INDEX] * 2 + [IGNORE_INDEX]]
+
+
+SAID = {"prompt": [{"role": "user", "content": "hi"}], "completion": [{"role": "assistant", "content": "hello"}]}
+
+
+def test_messages_as_json_text_are_messages_in_prompts_and_answers(reading):
+    form = reading.form(SAID, "here")
+    row = {name: f" {json.dumps(value)}" for name, value in SAID.items()}
+    found, expected = form.document(row, "row 1"), form.document(SAID, "row 1")
+    assert all(np.array_equal(a, b) for a, b in zip(found, expected, strict=True))
+    older = {"prompt": '[{"from": "human", "value": "hi"}]', "completion": '[{"from": "gpt", "value": "hello"}]'}
+    assert np.array_equal(form.document(older, "row 1").ids, expected.ids)
+    pairs = RowFormat(reading.tokenizer, format="preference", chat_template=reading.chat_template)
+    rejected = [{"role": "assistant", "content": "no"}]
+    pair = {"prompt": SAID["prompt"], "chosen": SAID["completion"], "rejected": rejected}
+    form = pairs.form(pair, "here")
+    texts = {name: json.dumps(value) for name, value in pair.items()}
+    both = zip(form.document(pair, "row 1"), form.document(texts, "row 1"), strict=True)
+    assert all(np.array_equal(a.ids, b.ids) and np.array_equal(a.is_target, b.is_target) for a, b in both)
+
+
+def test_other_lists_in_texts_are_texts_and_messages_in_python_s_notation_are_refused(reading):
+    form = reading.form(SAID, "here")
+    decode = reading.tokenizer.decode_all
+    for text in ("[1, 2]", '[{"from": "Rome"}]', "[x]", "[]", '[{"role"'):
+        ids = form.document({"prompt": text, "completion": '[{"role": "user"}]'}, "row 1").ids.tolist()
+        assert decode(ids) == f'<s>{text}[{{"role": "user"}}]</s>'
+    with pytest.raises(UserError, match=r"row 1: prompt is text, and no JSON.*json.dumps"):
+        form.document({**SAID, "prompt": str(SAID["prompt"])}, "row 1")
+    with pytest.raises(UserError, match="row 1: prompt is a list of messages and completion is text"):
+        form.document({**SAID, "completion": "hello"}, "row 1")
+
+
+@pytest.mark.parametrize("kind", ["completion", "preference"])
+def test_a_digest_has_all_that_decides_the_tokens_of_messages(reading, tmp_path, kind):
+    columns = ["prompt", "completion", "chosen", "rejected"]
+    (tmp_path / "b.jinja").write_text("{# another #}" + CHATML)
+    others = [
+        {"loss_on": "all"}, {"unclear_turns": "skip"}, {"split_turns": "never"}, {"chat_date": "2026-01-31"},
+        {"chat_template": str(tmp_path / "b.jinja")},
+    ]  # fmt: skip
+    made = [dataclasses.replace(reading, format=kind, **each) for each in [{}, *others]]
+    assert len({each.form(columns, "here").digest for each in made}) == len(made)
+    kwargs = {"chat_template_kwargs": {"a": 1}}
+    digests = [RowFormat(ByteTokenizer(), format=kind, **each).form(columns, "here").digest for each in ({}, kwargs)]
+    assert digests[0] == digests[1]

@@ -97,3 +97,10 @@ def test_listed_ends_come_first_and_each_once(folder: Path, tmp_path: Path) -> N
 def test_without_a_template_a_document_s_end_is_the_only_one(folder: Path, tmp_path: Path) -> None:
     assert ends(folder, None) == []
     assert ends_of_texts(RowFormat(ByteTokenizer()), [tmp_path]) == [257]
+
+
+def test_a_template_that_is_gone_is_warned_of(folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer = load_tokenizer(str(folder))
+    reading = RowFormat(tokenizer, chat_template=str(tmp_path / "gone.jinja"))
+    assert ends_of_texts(reading) == [tokenizer.eos_id]
+    assert "gone.jinja" in caplog.text and "Texts end as by the tokenizer's own files" in caplog.text

@@ -22,6 +22,7 @@ from torchtitan_graph.command import make_parser
 from torchtitan_graph.data.chat import ChatTemplate
 from torchtitan_graph.data.document import Contexts, Tokens
 from torchtitan_graph.data.tokenizer import load_tokenizer
+from torchtitan_graph.data.turns import EMPTY_REASONING
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import init_logging, logger
 
@@ -43,7 +44,6 @@ _TOOL = {
     },
 }
 _CALL = {"type": "function", "id": "call00001", "function": {"name": "brew", "arguments": {"cups": 2}}}
-_EMPTY_REASONING = re.compile(r"\s*(<((?:seed:)?think)>\s*</\2>|<\|channel>thought\s*<channel\|>)\n{0,2}")
 
 
 def conversations() -> dict[str, tuple[list[dict[str, Any]], list[Any] | None]]:
@@ -132,7 +132,7 @@ def compare(
     for number in turns:
         prompt, text = rendered(number, True), rendered(number + 1, False)
         opened = re.search(r"\s*<(seed:)?think>\s*\Z", prompt)
-        empty = _EMPTY_REASONING.match(text, opened.start() if opened else len(prompt))
+        empty = EMPTY_REASONING.match(text, opened.start() if opened else len(prompt))
         if empty and text.startswith(prompt[: empty.start()]):
             prompt = text[: max(len(prompt) * text.startswith(prompt), empty.end())]
         assert text.startswith(prompt), "the prompt is not how the turn begins"

@@ -480,6 +480,20 @@ def chat_arguments(template: str) -> set[str]:
     return meta.find_undeclared_variables(tree) - (assigned - looked_for) - _NOT_ARGUMENTS
 
 
+def keys_read(template: str) -> set[str]:
+    """Return the keys of objects that a Jinja template reads: as attributes, by subscripts, by `get`, by `in`, and as
+    attributes that filters are given."""
+    from jinja2 import nodes
+
+    tree = _compile_jinja_template(template).environment.parse(template)
+    found: list[Any] = [item.arg for item in tree.find_all(nodes.Getitem)]
+    for each in (*tree.find_all(nodes.Call), *tree.find_all(nodes.Filter)):
+        found += [*each.args, *(keyword.value for keyword in each.kwargs)]
+    found += [each.expr for each in tree.find_all(nodes.Compare) if each.ops[0].op in ("in", "notin")]
+    keys = {each.value for each in found if isinstance(each, nodes.Const) and isinstance(each.value, str)}
+    return keys | {each.attr for each in tree.find_all(nodes.Getattr)}
+
+
 def render_chat(
     template: str,
     messages: list[dict[str, Any]],

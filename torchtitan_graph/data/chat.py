@@ -4,7 +4,7 @@ import contextlib
 import functools
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,14 +15,13 @@ from torchtitan_graph.data.bad_rows import BadRow
 from torchtitan_graph.data.calls import TOOL, CallForm, call_form
 from torchtitan_graph.data.document import Contexts, Tokens
 from torchtitan_graph.data.tokenizer import FileTokenizer, Tokenizer
-from torchtitan_graph.data.tokenizer_json import read_ends, read_templates
+from torchtitan_graph.data.tokenizer_json import NAMED, read_ends, read_templates
 from torchtitan_graph.data.turns import Context, Turn, Unclear, context_of, difference, last_special
 from torchtitan_graph.errors import UserError, listed
 from torchtitan_graph.log import logger
 from torchtitan_graph.patience import refuse_unreadable
 from torchtitan_graph.small_files import read_small
 
-_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _HALF_PAIR = re.compile("[\ud800-\udfff]")
 
 
@@ -59,6 +58,7 @@ class ChatTemplate:
             )
         self._tokenizer, self._date, self._arguments = tokenizer, date, dict(arguments or {})
         self._has_warned: set[str] = set()
+        self._has_seen_tools = False
         self._call_forms: dict[bool, CallForm] = {}
         if file is not None:
             with refuse_unreadable(f"training.chat_template = {file!r}"):
@@ -81,7 +81,7 @@ class ChatTemplate:
         read = self._read_arguments()
         for name in self._arguments:
             if name not in read:
-                legal = f"; it reads {listed(sorted(read - set(_NAMED)))}" if read - set(_NAMED) else "; it reads none"
+                legal = f"; it reads {listed(sorted(read - set(NAMED)))}" if read - set(NAMED) else "; it reads none"
                 hint = did_you_mean(name, read, legal)
                 raise UserError(f"training.chat_template_kwargs: the chat template does not read {name!r}{hint}")
 
@@ -115,12 +115,13 @@ class ChatTemplate:
         self._warn_of_special_tokens(messages)
         text, marks = self.render(messages, tools)
         self._warn_of_calls_left_out(messages, text)
+        self._warn_of_tools_left_out(messages, tools, text)
         whole = Context(self._tokenizer, text)
         if loss_on == "all":
             self._learn_all(whole, messages, tools, [number for number in turns if number not in chosen])
             return _packed([whole], whole)
         if marks:
-            self._learn_marked(whole, marks, turns, chosen)
+            self._learn_marked(whole, marks, turns, chosen, lambda: self._before(messages[: turns[-1]], tools))
             self._compare_marks(whole, messages, tools, chosen)
             return _packed([whole], whole)
         return _packed(self._contexts(whole, messages, tools, chosen, skip, split), whole)
@@ -157,7 +158,7 @@ class ChatTemplate:
         return [context for context in reversed(found) if context.is_target.any()]
 
     def _remedy(self, split: bool) -> str:
-        read = sorted(self._read_arguments() - set(_NAMED))
+        read = sorted(self._read_arguments() - set(NAMED))
         ways = [] if split else ["choose training.split_turns = 'auto'"]
         if read:
             ways.append(f"give an argument of the template in training.chat_template_kwargs (it reads {listed(read)})")
@@ -222,7 +223,7 @@ class ChatTemplate:
     def _learn_all(
         self, whole: Context, messages: Sequence[dict[str, Any]], tools: list[Any] | None, but: list[int]
     ) -> None:
-        """Make every token a target, but those of some turns; raise UserError if they can't be told."""
+        """Make every token a target, but those of some turns; raise UserError if they can't be known."""
         whole.is_target[:] = True
         for number in but:
             try:
@@ -237,12 +238,17 @@ class ChatTemplate:
                     " 'assistant'"
                 ) from error
 
-    def _learn_marked(self, whole: Context, marks: list[Span], turns: list[int], chosen: list[int]) -> None:
-        """Make targets of what a template marks as the assistant's words in some turns, and of nothing else."""
+    def _learn_marked(
+        self, whole: Context, marks: list[Span], turns: list[int], chosen: list[int], before: Callable[[], str]
+    ) -> None:
+        """Make targets of what a template marks as the assistant's words in some turns, and of nothing else.
+
+        before: returns the text of all messages before the last turn.
+        """
         if len(marks) == len(turns):
             marks = [mark for mark, number in zip(marks, turns, strict=True) if number in chosen]
-        elif chosen == turns[-1:] != turns:
-            marks = marks[-1:]
+        elif chosen == turns[-1:] != turns and whole.text.startswith(text := before()):
+            marks = [mark for mark in marks if mark.start >= len(text)]
         elif chosen != turns and chosen:
             raise UserError(
                 f"the chat template marks {len(marks)} parts by {{% generation %}} in {len(turns)} turns of the"
@@ -251,6 +257,10 @@ class ChatTemplate:
         whole.is_target[:] = False
         for start, end in marks if chosen else ():
             whole.is_target |= whole.overlap(start, end)
+
+    def _before(self, messages: Sequence[dict[str, Any]], tools: list[Any] | None) -> str:
+        """Return the text of messages without a generation prompt; raise UserError if they can't be rendered alone."""
+        return self.render(messages, tools)[0] if messages else ""
 
     def _compare_marks(
         self, whole: Context, messages: Sequence[dict[str, Any]], tools: list[Any] | None, chosen: list[int]
@@ -303,8 +313,14 @@ class ChatTemplate:
         return _HALF_PAIR.sub("\ufffd", text), [Span(*span) for span in spans]
 
     def reads(self, key: str) -> bool:
-        """Return whether a template names a key of messages."""
-        return any(key in template for template in self.templates.values())
+        """Return whether a template reads a key of messages."""
+        return key in self._keys
+
+    @functools.cached_property
+    def _keys(self) -> set[str]:
+        from torchtitan_graph.transformers_private import keys_read
+
+        return set().union(*map(keys_read, self.templates.values()))
 
     def _strftime(self, form: str) -> str:
         if self._date is None:
@@ -317,7 +333,7 @@ class ChatTemplate:
         return datetime.datetime.fromisoformat(self._date).strftime(form)
 
     def _warn_of_special_tokens(self, messages: Sequence[dict[str, Any]]) -> None:
-        """Warn of messages that spell special tokens: the rendered text holds both, and they can't be told apart."""
+        """Warn of messages that spell special tokens: the rendered text holds both, and they are the same there."""
         if not self._tokenizer.special_tokens:
             return
         for message in messages:
@@ -337,6 +353,19 @@ class ChatTemplate:
                 self._warn(
                     "the chat template does not write tool_calls: what the assistant calls is left out, and not"
                     " learned. Name a template that does in training.chat_template"
+                )
+
+    def _warn_of_tools_left_out(self, messages: Sequence[dict[str, Any]], tools: list[Any] | None, text: str) -> None:
+        """Warn of a template that doesn't write tools: its text is the same without them. The first conversation that
+        has some is looked at."""
+        if not tools or self._has_seen_tools:
+            return
+        self._has_seen_tools = True
+        with contextlib.suppress(UserError):
+            if self.render(messages)[0] == text:
+                self._warn(
+                    "the chat template does not write tools: the model is given none. Name a template that does in"
+                    " training.chat_template"
                 )
 
     def _warn(self, text: str) -> None:

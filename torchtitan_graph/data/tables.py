@@ -2,6 +2,7 @@
 
 import codecs
 import csv
+from array import array
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -108,8 +109,7 @@ class Table:
 
     def _index(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the byte at which each row begins, the header's first, with the file's end, and each one's line."""
-        starts: list[int] = []
-        lines: list[int] = []
+        starts, lines = array("q"), array("q")
         with open_data(Path(self._data.path)) as stream:
             stream.seek(begin := len(codecs.BOM_UTF8) if stream.read(3) == codecs.BOM_UTF8 else 0)
             reading = _Reading(iter(lambda: stream.readline(LONGEST_ROW + 1), b""), begin)

@@ -19,7 +19,7 @@ from torchtitan_graph.small_files import check_values, read_json, read_small
 MOST_GROWTH = 4096  # unicode forms, a SentencePiece map, markers of spaces and bytes as characters reach 2,200 together
 MOST_IDS = 2**24
 _MOST_NAMED = 8
-_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
 _PROBE = "Ab 12, é 🎉\n"
 
@@ -134,7 +134,7 @@ def read_ends(folder: Path) -> list[int]:
 
 def named_tokens(config: TokenizerConfig) -> dict[str, str]:
     """Return the texts of the special tokens that tokenizer_config.json names, by their keys: templates write them."""
-    named = {key: _named(config.get(key))[0] for key in _NAMED}
+    named = {key: _named(config.get(key))[0] for key in NAMED}
     return {key: text for key, text in named.items() if text}
 
 
@@ -149,7 +149,7 @@ def add_listed_tokens(tokenizer: tokenizers.Tokenizer, config: TokenizerConfig, 
     if wrong := [number for number in listed if not (number.isascii() and number.isdigit() and len(number) < 10)]:
         raise UserError(f"{file}: added_tokens_decoder lists {wrong[0]!r:.80}, which is not an id")
     before = {token.content: token for token in tokenizer.get_added_tokens_decoder().values()}
-    named = [_named(config.get(key)) for key in _NAMED]
+    named = [_named(config.get(key)) for key in NAMED]
     special = {text for text, _ in named}
     new: dict[str, int] = {}  # with the listed ids
     tokens: dict[str, tokenizers.AddedToken] = {}

@@ -19,7 +19,7 @@ from torchtitan_graph.data.tokenizer import FileTokenizer
 # of a model that does not reason, or not at all; it is never learned.
 _NAME = r"(think|thinking|reasoning|seed:think|mm:think)"
 _OPEN_REASONING = re.compile(rf"\s*(<{_NAME}>|\[THINK\]|<\|channel>thought)\s*\Z")
-_EMPTY_REASONING = re.compile(
+EMPTY_REASONING = re.compile(
     rf"\s*(<{_NAME}>\s*</\2>|\[THINK\]\s*\[/THINK\]|<\|channel>thought\s*<channel\|>)\n{{0,2}}"
 )
 _SHOWN = 40  # characters of a text in messages
@@ -49,7 +49,7 @@ class Turn(NamedTuple):
         """
         opened = _OPEN_REASONING.search(prompt)
         begin = opened.start() if opened else len(prompt)
-        empty = _EMPTY_REASONING.match(text, begin)
+        empty = EMPTY_REASONING.match(text, begin)
         if empty and text.startswith(prompt[:begin]):  # a block that the prompt opens may be closed at once
             prompt = text[: max(len(prompt), empty.end())] if text.startswith(prompt) else text[: empty.end()]
         if not text.startswith(prompt):

@@ -326,3 +326,31 @@ def test_arguments_of_calls_are_given_as_the_template_takes_them(make_template, 
     call["function"]["arguments"] = {"cups": 2}
     document = template.tokens(messages_of(said, "here"), None, "assistant", skip=False)
     assert learned(template, document) == [f"brew {expected.replace(':2', ': 2')}<|im_end|>"]
+
+
+@pytest.mark.parametrize("writes", [True, False])
+def test_a_template_that_leaves_out_tools_is_warned_of(make_template, caplog, writes):
+    tools = [{"type": "function", "function": {"name": "brew"}}]
+    text = ("{{ tools | tojson if tools else '' }}" if writes else "") + CHATML
+    said = [{"role": "user", "content": "brew"}, {"role": "assistant", "content": "ok"}]
+    make_template(text).tokens(said, tools, "assistant", skip=False)
+    assert ("does not write tools" in caplog.text) is not writes
+
+
+def test_keys_are_read_by_expressions_and_not_by_words_of_a_template(make_template):
+    expressions = "{{ m.a }}{{ m['b'] }}{{ m.get('c') }}{% if 'd' in m %}{% endif %}{{ m | map(attribute='e') | list }}"
+    template = make_template("f g {# m.f #}{% for m in messages %}" + expressions + "{{ 'g' }}{% endfor %}")
+    assert [key for key in "abcdefg" if template.reads(key)] == [*"abcde"]
+
+
+def test_all_marked_parts_of_the_last_turn_are_learned(make_template):
+    part = "{% generation %}PART{% endgeneration %}"
+    text = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+        + part.replace("PART", "{{ m.content }}") + " and " + part.replace("PART", "so<|im_end|>")
+        + "\n{% else %}{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )  # fmt: skip
+    said = [{"role": role, "content": f"{role} {i}"} for i in (1, 2) for role in ("user", "assistant")]
+    tokens = make_template(text).tokens(said, None, "last_assistant", skip=False)
+    assert learned(make_template(text), tokens) == ["assistant 2", " so<|im_end|>"]

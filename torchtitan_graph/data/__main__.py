@@ -102,9 +102,11 @@ def summary(rows: list[list[Document]], room: int, data: DataLoader, training: j
     is_all, rows_per_step = len(rows) == data.num_rows, training.global_batch_size
     if rows_per_step == -1:
         rows_per_step = training.local_batch_size
-    of_epochs, *left_out = epochs_in_words(
-        data.lengths, training.epochs or 1, training.seq_len, rows_per_step, not training.dynamic_seq_len
-    )
+    first, left_out = f"rows: {len(rows):,}; there are more, see --most", in_words(data.counts)
+    if is_all:
+        first, *left_out = epochs_in_words(
+            data.lengths, training.epochs or 1, training.seq_len, rows_per_step, not training.dynamic_seq_len
+        )
     if not rows:
         none = "rows: 0; no document has anything to learn within training.seq_len; --training.loss_on all shows them"
         return [none, *left_out]
@@ -113,12 +115,12 @@ def summary(rows: list[list[Document]], room: int, data: DataLoader, training: j
     tokens = sum(lengths)
     tenths = ", ".join(f"{q} % {np.percentile(lengths, q):,.0f}" for q in (10, 50, 90, 99, 100))
     lines = [
-        of_epochs if is_all else f"rows: {len(rows):,}; there are more, see --most",
+        first,
         f"documents in them: {len(lengths):,}; tokens: {tokens:,}; learned: {targets:,} ({targets / tokens:.1%})",
         f"tokens of a document, by percentile: {tenths}",
         f"rows are full to {tokens / room:.1%}",
     ]
-    return [*lines, *(left_out if is_all else in_words(data.counts))]
+    return [*lines, *left_out]
 
 
 def write_html(file: Path, rows: list[list[Document]], lines: list[str], tokenizer: Tokenizer) -> None:
@@ -163,7 +165,7 @@ def main(argv: Sequence[str]) -> int:
     check_data(config)
     tokenizer = load_tokenizer(config.model.hf_assets_path)
     most = max(options.most, options.rows)
-    data = open_training_data(config, tokenizer, most + 1)  # one more tells whether there are more
+    data = open_training_data(config, tokenizer, most + 1)  # one more, to know whether there are more
     rows, room = read_rows(data, most)
     lines = summary(rows, room, data, config.training)
     if options.html:

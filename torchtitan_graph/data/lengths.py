@@ -10,19 +10,20 @@ from torchtitan_graph.data.batch import IGNORE_INDEX
 from torchtitan_graph.data.mixture import Mixture
 from torchtitan_graph.data.packing import Counts, Cursor, Lane, in_words
 from torchtitan_graph.log import logger
-from torchtitan_graph.parallel.agree import files_group, share
+from torchtitan_graph.parallel.agree import files_group, on_rank_0, share
 from torchtitan_graph.patience import retry_io
 
 # Note [Lengths]
 # Each lane ends with a row that is full only in part, and lanes differ in length. So that steps are full to the end,
 # rows are taken from the lanes that still have some (see `LaneOrder`), for which the number of rows of each must be
-# known. Nothing but packing a lane tells it: it is packed once to be counted. The numbers are saved with the position,
-# and a resumed run counts nothing. A corpus of few rows gets fewer lanes, so that their last rows weigh little.
+# known. It is found only by packing a lane: each is packed once to be counted. The numbers are saved with the position,
+# and a resumed run counts nothing. A corpus of few rows gets fewer lanes, so that their last rows weigh little; of how
+# many, the first 64 rows of its first lane decide.
 #
 # Where a run takes `most` rows and no more, lanes are counted as far as these rows reach, so that a large corpus, or a
 # stream, is not read to its end. The order of those rows is the same however far the lanes are counted.
 ROWS_PER_LANE = 64
-_TOLD_EVERY_S = 20.0
+_LOG_EVERY_S = 20.0
 
 
 class Length(NamedTuple):
@@ -63,15 +64,13 @@ def count_lengths(
         may_merge: whether the number of the mixture's lanes may become smaller.
         ranks: this rank and the number of ranks that call together and count a part of the lanes each; None: alone.
     """
+    if may_merge:
+        find = partial(retry_io, partial(_fitting_lanes, open_lane, mixture.num_lanes))
+        mixture.set_lanes(on_rank_0(find, files_group()) if ranks else find())
     limit = math.inf if most == math.inf else -(-int(most) // mixture.num_lanes)
-    while True:
-        lengths = _count(open_lane, mixture.num_lanes, limit, ranks)
-        if not reach(lengths, most):
-            limit *= 2
-        elif not (fewer := _fewer_lanes(lengths) if may_merge else 0):
-            return lengths
-        else:
-            mixture.set_lanes(fewer)
+    while not reach(lengths := _count(open_lane, mixture.num_lanes, limit, ranks), most):
+        limit *= 2
+    return lengths
 
 
 def epochs_in_words(
@@ -96,13 +95,16 @@ def epochs_in_words(
     return [text, *in_words(sum((each.counts for each in lengths), Counts()))]
 
 
-def _fewer_lanes(lengths: Sequence[Length]) -> int:
-    """Return the number of lanes for a corpus that is counted to its end, if it has too many for its rows; else 0."""
-    number = len(lengths)
-    rows = sum(each.rows for each in lengths)
+def _fitting_lanes(open_lane: OpenLane, num_lanes: int) -> int:
+    """Return the number of lanes, at most `num_lanes`, that have about ROWS_PER_LANE rows each, or more.
+
+    Lane 0 decides, by its first rows alone: how far the lanes are counted makes no difference, see Note [Lengths].
+    """
+    rows = _length(open_lane(0, Cursor()), ROWS_PER_LANE).rows * num_lanes
+    number = num_lanes
     while number > 1 and rows < number * ROWS_PER_LANE:
         number //= 2
-    return number if number < len(lengths) and all(each.has_ended for each in lengths) else 0
+    return number
 
 
 def _count(open_lane: OpenLane, num_lanes: int, limit: float, ranks: tuple[int, int] | None) -> list[Length]:
@@ -116,11 +118,11 @@ def _count(open_lane: OpenLane, num_lanes: int, limit: float, ranks: tuple[int, 
 
 def _count_each(open_lane: OpenLane, lanes: range, limit: float) -> dict[int, Length]:
     counted: dict[int, Length] = {}
-    told = time.monotonic()
+    logged = time.monotonic()
     for number in lanes:
         counted[number] = _length(open_lane(number, Cursor()), limit)
-        if time.monotonic() > told + _TOLD_EVERY_S:
-            told = time.monotonic()
+        if time.monotonic() > logged + _LOG_EVERY_S:
+            logged = time.monotonic()
             rows = sum(each.rows for each in counted.values())
             logger.info(f"counting rows: {len(counted)} of {len(lanes)} parts of the corpus, {rows:,} rows")
     return counted

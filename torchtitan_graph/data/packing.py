@@ -283,14 +283,22 @@ class WholeLane(Lane):
             num_of_next += epoch > first_epoch
             num_tokens += sum(map(_size, read[-1][1]))
             self._after = epoch, item[0] + 1
-        rows = self._in_rows([kept for _, kept, _ in read])
-        # Documents of the next epoch that would begin one more row are for the next window.
-        while len(rows) * seq_len > wanted and num_of_next and self._after[0] == first_epoch + 1:
-            item, *_ = read.pop()
-            self._documents, self._after = itertools.chain([item], self._documents), (first_epoch + 1, item[0])
-            num_of_next -= 1
-            rows = self._in_rows([kept for _, kept, _ in read])
-        self._window = rows
+
+        def rows_of(number: int) -> list[list[Tokens]]:
+            return self._in_rows([kept for _, kept, _ in read[:number]])
+
+        self._window = rows_of(len(read))
+        if len(self._window) * seq_len > wanted and num_of_next and self._after[0] == first_epoch + 1:
+            # Documents of the next epoch that would begin one more row are for the next window. How many still fit is
+            # searched by halves, as each try packs the whole window.
+            least = len(read) - num_of_next
+            number = least + bisect.bisect_left(
+                range(num_of_next), True, key=lambda more: len(rows_of(least + more + 1)) * seq_len > wanted
+            )
+            later = [item for item, *_ in read[number:]]
+            self._documents, self._after = itertools.chain(later, self._documents), (first_epoch + 1, later[0][0])
+            del read[number:]
+            self._window = rows_of(number)
         self._uncounted += sum((counts for *_, counts in read), Counts())
         self._num_empty += sum(not kept for _, kept, _ in read)
 

@@ -220,6 +220,13 @@ def test_a_corpus_of_few_rows_has_few_lanes(make_loader):
     assert take([resumed], 3) == take([few], 3)
 
 
+@pytest.mark.parametrize("most_rows", [6, 18, 60])
+def test_a_corpus_of_few_rows_has_as_many_lanes_however_few_are_counted(make_loader, most_rows):
+    some, whole = make_loader(seq_len=64, most_rows=most_rows), make_loader(seq_len=64)
+    assert len(some.lengths) == len(whole.lengths) < make_loader(epochs=0)._mixture.num_lanes
+    assert take([some], most_rows // 6) == take([whole], most_rows // 6)
+
+
 def test_chats_of_60_tokens_fill_rows_of_512():
     sizes = [[20 + hash_ % 80] for hash_ in (int(hashlib.sha256(b"%d" % i).hexdigest()[:8], 16) for i in range(10_000))]
     corpus = ShuffledCorpus(Conversations(sizes), "all", 0)

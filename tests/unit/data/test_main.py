@@ -49,3 +49,14 @@ def test_reversed_columns_are_refused(words, capsys):
     assert main([*words, "--training.columns", "{question = 'prompt', answer = 'completion'}"]) == 2
     said = capsys.readouterr().err
     assert "question = 'prompt' is reversed" in said and "{prompt = 'question'}" in said
+
+
+def test_a_mixture_is_shown_and_has_no_end(words, tmp_path, capsys):
+    (tmp_path / "more.txt").write_text("a line of text\n" * 2000)
+    (tmp_path / "job.toml").write_text(
+        "[training]\nseq_len = 32\n"
+        + "".join(f'[[training.sources]]\ndataset_path = "{tmp_path}/{x}"\n' for x in ("sums.jsonl", "more.txt"))
+    )
+    assert main([*words, "--rows", "1", "--most", "40"]) == 0
+    shown = capsys.readouterr().out
+    assert "rows: 40; there are more, see --most" in shown and "--- row 1, document 1: " in shown

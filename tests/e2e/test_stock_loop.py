@@ -1,6 +1,6 @@
 """A run from a Hugging Face folder and a file of conversations equals a plain loop: transformers' model in fp64, each
 document by itself and without padding, torch's AdamW and clipping. Two epochs to their short last step, resumed before
-it, on one rank and three."""
+it, on one rank and three. Rows and their targets are those of our own loader: the arithmetic alone is independent."""
 
 import dataclasses
 import json

@@ -6,7 +6,6 @@ from torchtitan_graph.config.job import JobConfig, Problem, is_set, lines
 from torchtitan_graph.config.resolve import problem_list
 from torchtitan_graph.errors import UserError
 
-EMBEDDED = "stdlib"
 _CORPUS = ("training.dataset", "training.dataset_path", "training.sources")
 _LOADED = (
     "checkpoint.initial_load_path",
@@ -30,7 +29,7 @@ def check_beginning(config: JobConfig, is_new: bool) -> None:
 
 
 def is_data_named(config: JobConfig) -> bool:
-    """Return whether somebody named the training data, be it by its default's name."""
+    """Return whether somebody named the training data, also by the default's name."""
     return any(key in config.sources or is_set(config, key) for key in _CORPUS)
 
 

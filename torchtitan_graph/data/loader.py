@@ -367,10 +367,10 @@ def merge_states(states: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def rows_of_epochs(position: dict[str, Any] | None) -> float:
-    """Return the number of rows of all epochs that a saved position tells, math.inf if it doesn't."""
+    """Return the number of rows of all epochs by a saved position, math.inf if it doesn't hold it."""
     lengths = [Length.from_list(each) for each in (position or {}).get("lengths", ())]
-    is_told = lengths and all(each.has_ended for each in lengths)
-    return sum(each.rows for each in lengths) if is_told else math.inf
+    is_known = lengths and all(each.has_ended for each in lengths)
+    return sum(each.rows for each in lengths) if is_known else math.inf
 
 
 def build_dataloader(

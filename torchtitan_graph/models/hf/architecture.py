@@ -103,7 +103,7 @@ def choose_attention(job_config: JobConfig, target: Target) -> str:
         return chosen
     if not target.is_gpu:
         return "varlen"
-    elif training.dynamic_seq_len:
+    if training.dynamic_seq_len:
         chosen, why = "sdpa", "for block masks have one length, and training.dynamic_seq_len is true"
     elif "compile_regions" in job_config.compile.disable_passes:
         chosen, why = "sdpa", "for compile_regions, which compiles flex, is among compile.disable_passes"

@@ -115,7 +115,7 @@ def test_a_system_prompt_that_differs_and_one_beside_text_are_refused(reading):
         rendered(reading(), row)
     assert rendered(reading(), {**row, "system": "a"}) == rendered(reading(), {**row, "system": None})
     for key in ("tools", "system"):
-        with pytest.raises(UserError, match=f"has '{key}' beside a prompt that is text"):
+        with pytest.raises(UserError, match=f"has '{key}' and a prompt that is text"):
             rendered(reading(), {"prompt": "a", "completion": "b", key: "[1]"})
 
 

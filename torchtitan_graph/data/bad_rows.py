@@ -1,5 +1,6 @@
 """Rows that can't be read as documents: the first ends the run, or all are left out and counted by their kind."""
 
+from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
@@ -67,27 +68,28 @@ class BadRows:
 
     def read_all(self, read: Callable[[int], D], number: int) -> None:
         """Read every document once; the bad rows are reported together, as an error or a warning."""
-        errors = []
+        kinds: Counter[str] = Counter()
+        lines: list[str] = []
         for index in range(number):
             try:
                 read(index)
             except BadRow as error:
-                errors.append(error)
-        if not errors:
+                kinds[error.kind] += 1
+                if len(lines) < _MOST_NAMED:
+                    lines.append(str(error))
+        if not (bad := kinds.total()):
             return
-        kinds = [error.kind for error in errors]
-        counts = "; ".join(f"{what}: {kinds.count(kind):,}" for kind, what in KINDS.items() if kind in kinds)
-        lines = [str(error) for error in errors[:_MOST_NAMED]]
-        if len(errors) > 1:
-            lines.insert(0, f"{self._place}: {len(errors):,} of {number:,} rows are bad ({counts}):")
-        if len(errors) > _MOST_NAMED:
-            lines.append(f"and {len(errors) - _MOST_NAMED:,} more")
+        counts = "; ".join(f"{what}: {kinds[kind]:,}" for kind, what in KINDS.items() if kinds[kind])
+        if bad > _MOST_NAMED:
+            lines.append(f"and {bad - _MOST_NAMED:,} more")
+        if bad > 1:
+            lines.insert(0, f"{self._place}: {bad:,} of {number:,} rows are bad ({counts}):")
         named = "\n    ".join(lines)
         if not self.skip:
-            raise UserError(f"{_ended(named)} {HINT}" if len(errors) == 1 else f"{named}\n{HINT}")
-        if len(errors) == number:
+            raise UserError(f"{_ended(named)} {HINT}" if bad == 1 else f"{named}\n{HINT}")
+        if bad == number:
             raise UserError(f"{named}\nNo document is left")
-        left_out = "It is left out" if len(errors) == 1 else "They are left out"
+        left_out = "It is left out" if bad == 1 else "They are left out"
         logger.warning(f"{named}\n{left_out}: training.on_bad_row")
         self._has_warned = True
 

@@ -1,7 +1,9 @@
 """Keys of rows and messages that carry meaning, dotted columns, and rows that can't be read."""
 
+import gc
 import json
 import logging
+import weakref
 
 import numpy as np
 import pytest
@@ -10,11 +12,12 @@ from test_chat import folder  # noqa: F401
 
 from torchtitan_graph.config import load
 from torchtitan_graph.data import load_tokenizer
-from torchtitan_graph.data.bad_rows import Skipped
+from torchtitan_graph.data.bad_rows import KINDS, BadRow, BadRows, Skipped
 from torchtitan_graph.data.columns import find_column, value_of, without_nulls
 from torchtitan_graph.data.forms import RowFormat
 from torchtitan_graph.data.messages import messages_of
 from torchtitan_graph.data.open_corpus import open_corpus
+from torchtitan_graph.data.packing import Counts
 from torchtitan_graph.errors import UserError
 
 WITH_TOOLS = "{% for tool in tools or [] %}[{{ tool | tojson }}]{% endfor %}" + CHATML.replace(
@@ -211,3 +214,21 @@ def test_a_corpus_of_bad_rows_is_refused(tmp_path):
 )
 def test_the_option_of_earlier_releases_is_read(words, value):
     assert load(words).training.on_bad_row == value
+
+
+def test_bad_rows_are_counted_without_keeping_their_errors():
+    alive = []
+
+    def read(index):
+        error = BadRow("no_value", f"row {index} has none")
+        alive.append(weakref.ref(error))
+        raise error
+
+    with pytest.raises(UserError, match=r"(?s)50 of 50 rows are bad.*: 50\).*row 9 has none.*and 40 more"):
+        BadRows("here", "refuse").read_all(read, 50)
+    gc.collect()
+    assert sum(each() is not None for each in alive) <= 1
+
+
+def test_kinds_of_bad_rows_have_counts():
+    assert Counts._fields[-len(KINDS) :] == tuple(KINDS)

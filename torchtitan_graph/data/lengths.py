@@ -9,8 +9,9 @@ from typing import NamedTuple
 from torchtitan_graph.data.batch import IGNORE_INDEX
 from torchtitan_graph.data.mixture import Mixture
 from torchtitan_graph.data.packing import Counts, Cursor, Lane, in_words
+from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
-from torchtitan_graph.parallel.agree import files_group, on_rank_0, share
+from torchtitan_graph.parallel.agree import counting_group, gather_from_ranks, on_rank_0
 from torchtitan_graph.patience import retry_io
 
 # Note [Lengths]
@@ -66,7 +67,7 @@ def count_lengths(
     """
     if may_merge:
         find = partial(retry_io, partial(_fitting_lanes, open_lane, mixture.num_lanes))
-        mixture.set_lanes(on_rank_0(find, files_group()) if ranks else find())
+        mixture.set_lanes(on_rank_0(find, counting_group()) if ranks else find())
     limit = math.inf if most == math.inf else -(-int(most) // mixture.num_lanes)
     while not reach(lengths := _count(open_lane, mixture.num_lanes, limit, ranks), most):
         limit *= 2
@@ -109,11 +110,21 @@ def _fitting_lanes(open_lane: OpenLane, num_lanes: int) -> int:
 
 def _count(open_lane: OpenLane, num_lanes: int, limit: float, ranks: tuple[int, int] | None) -> list[Length]:
     rank, num_ranks = ranks or (0, 1)
-    own = partial(retry_io, partial(_count_each, open_lane, range(rank, num_lanes, num_ranks), limit))
+    own = partial(_count_own, open_lane, range(rank, num_lanes, num_ranks), limit)
     counted: dict[int, Length] = {}
-    for each in share(own, files_group()) if ranks else [own()]:
-        counted |= each
+    for found in gather_from_ranks(own, counting_group()) if ranks else [own()]:
+        if isinstance(found, UserError):
+            raise found
+        counted |= found
     return [counted[lane] for lane in range(num_lanes)]
+
+
+def _count_own(open_lane: OpenLane, lanes: range, limit: float) -> dict[int, Length] | UserError:
+    """Return the length of each of some lanes; or an error of the data, which all ranks raise as it is."""
+    try:
+        return retry_io(partial(_count_each, open_lane, lanes, limit))
+    except UserError as error:
+        return error
 
 
 def _count_each(open_lane: OpenLane, lanes: range, limit: float) -> dict[int, Length]:

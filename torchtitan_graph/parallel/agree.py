@@ -15,6 +15,9 @@ T = TypeVar("T")
 
 # How long one rank may read or write files while the others wait for it: storage is slower than any collective.
 FILES_TIMEOUT = datetime.timedelta(minutes=30)
+# How long one rank may count the rows of its part of a corpus: hours, where that is large. A rank that dies ends the
+# wait at once, as its connections close.
+_COUNTING_TIMEOUT = datetime.timedelta(days=7)
 
 
 class RanksFailed(RuntimeError):
@@ -26,12 +29,17 @@ def files_group() -> dist.ProcessGroup | None:
 
     The first call makes it, all ranks together; later ones return the same.
     """
-    return _files_group(dist.group.WORLD) if dist.is_initialized() else None
+    return _gloo_group(dist.group.WORLD, FILES_TIMEOUT) if dist.is_initialized() else None
+
+
+def counting_group() -> dist.ProcessGroup | None:
+    """Return a group like `files_group`, whose ranks wait for each other as long as it takes to count a corpus."""
+    return _gloo_group(dist.group.WORLD, _COUNTING_TIMEOUT) if dist.is_initialized() else None
 
 
 @functools.cache
-def _files_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
-    return dist.new_group(backend="gloo", timeout=FILES_TIMEOUT)
+def _gloo_group(world: dist.ProcessGroup, timeout: datetime.timedelta) -> dist.ProcessGroup:
+    return dist.new_group(backend="gloo", timeout=timeout)
 
 
 def on_rank_0(function: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
@@ -70,21 +78,6 @@ def on_all_ranks(function: Callable[[], T], group: dist.ProcessGroup | None = No
 def gather_from_ranks(function: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
     """Run `function` on every rank, and return all results, in rank order, on all ranks; raises like `on_all_ranks`."""
     return _gather(on_all_ranks(function, group), group)
-
-
-def share(function: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
-    """Run `function` on every rank, and return all results, in rank order, on all ranks; if it raises on any, the error
-    of the first such rank is raised on all."""
-    outcome: tuple[Any, Exception | None]
-    try:
-        outcome = function(), None
-    except Exception as error:
-        outcome = None, _picklable(error)
-    outcomes: list[Any] = _gather(outcome, group)
-    for _, failure in outcomes:
-        if failure is not None:
-            raise failure
-    return [result for result, _ in outcomes]
 
 
 def describe(error: BaseException) -> str:

@@ -3,18 +3,24 @@
 import hashlib
 import json
 import math
+import time
+from datetime import timedelta
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pool import run_on
 from torchtitan_graph.data import IGNORE_INDEX, Batch, DataLoader, build_dataloader, load_tokenizer, merge_states
 from torchtitan_graph.data.batch import PADDING
 from torchtitan_graph.data.corpus import ShuffledCorpus
 from torchtitan_graph.data.document import Contexts, Tokens
 from torchtitan_graph.data.lane_order import LaneOrder
-from torchtitan_graph.data.lengths import ROWS_PER_LANE, epochs_in_words
+from torchtitan_graph.data.lengths import ROWS_PER_LANE, Length, count_lengths, epochs_in_words
 from torchtitan_graph.data.packing import Counts
 from torchtitan_graph.data.tokenizer import ByteTokenizer
 from torchtitan_graph.errors import UserError
@@ -225,6 +231,42 @@ def test_a_corpus_of_few_rows_has_as_many_lanes_however_few_are_counted(make_loa
     some, whole = make_loader(seq_len=64, most_rows=most_rows), make_loader(seq_len=64)
     assert len(some.lengths) == len(whole.lengths) < make_loader(epochs=0)._mixture.num_lanes
     assert take([some], most_rows // 6) == take([whole], most_rows // 6)
+
+
+class OneLane:
+    """A lane that ends at once, after some seconds, or raises an error of its data."""
+
+    counts = Counts()
+
+    def __init__(self, seconds: float, error: UserError | None = None) -> None:
+        self.seconds, self.error = seconds, error
+
+    def next_pieces(self) -> list:
+        time.sleep(self.seconds)
+        if self.error:
+            raise self.error
+        return []
+
+
+def count_together(error: UserError | None = None) -> list[Length] | str:
+    """Count two lanes by a rank each; the second takes longer than files may."""
+    lanes = [OneLane(0.0), OneLane(0.0 if error else 3.0, error)]
+    mixture = SimpleNamespace(num_lanes=2)
+    with mock.patch("torchtitan_graph.parallel.agree.FILES_TIMEOUT", timedelta(seconds=1)):
+        try:
+            return count_lengths(
+                mixture, lambda number, _: lanes[number], math.inf, may_merge=False, ranks=(dist.get_rank(), 2)
+            )
+        except UserError as caught:
+            return str(caught)
+
+
+def test_ranks_that_counted_wait_for_one_that_counts_longer_than_files_take():
+    assert run_on(2, count_together) == [[Length(has_ended=True)] * 2] * 2
+
+
+def test_an_error_of_the_data_that_one_rank_counts_is_raised_on_all_as_it_is():
+    assert run_on(2, count_together, UserError("row 7: is bad")) == ["row 7: is bad"] * 2
 
 
 def test_chats_of_60_tokens_fill_rows_of_512():

@@ -247,7 +247,7 @@ def test_counts_of_several_dtypes_keep_them() -> None:
 
 def test_a_steps_loss_and_counts_are_summed_over_its_microbatches() -> None:
     _, model = built("--model.attn", "sdpa")
-    alone = SimpleNamespace(routing_groups=[], degree=lambda axis: 1)
+    alone = SimpleNamespace(routing_groups=[], degree=lambda axis: 1, sum_over_rows=lambda x: x)
 
     def step(batch: Batch, masks: Any, num_tokens: Tensor) -> StepOutput:
         return StepOutput(batch.labels_BL.sum() / num_tokens, {"count": batch.tokens_BL.sum()})

@@ -100,7 +100,7 @@ def by_machine(
     R, (T, _) = dispatch.degree, slots.chosen_TA.shape
     M, N = R // num_near, num_near
     rank_TA = torch.div(slots.chosen_TA, slots.load_E.shape[0] // R, rounding_mode="floor")
-    hit_TR = rank_TA.new_zeros(T, R + 1).scatter(1, rank_TA, 1).narrow(1, 0, R)  # padding goes to no rank
+    hit_TR = rank_TA.new_zeros(T, R + 1).scatter(1, rank_TA, 1)[:, :R].contiguous()  # padding goes to no rank
     to_ranks = Hop(near if 1 < N < R else dispatch.group, N if N > 1 else R, _rows(T, spread(R)))
     hops: tuple[Hop, ...] = (to_ranks,)
     if 1 < N < R:

@@ -218,16 +218,34 @@ def test_a_wrong_call_is_told_the_right_one(make: object, words: str) -> None:
         make()  # type: ignore[operator]
 
 
-@pytest.mark.parametrize("ends", [[8, 8], [8, 17], [17, 16], [-1, 16], [16, 8], [0, 0]])
+@pytest.mark.parametrize("ends", [[8, 17], [17, 16], [-1, 16], [16, 8]])
 @pytest.mark.parametrize("scaling", [TENSORWISE, ROWWISE, MX])
-def test_ends_of_groups_that_leave_rows_out_are_refused(ends: list[int], scaling: str) -> None:
-    """Such as counts in their place: rows of no group were memory that nobody had written."""
+def test_ends_of_groups_that_fall_or_pass_the_rows_are_refused(ends: list[int], scaling: str) -> None:
     layer, offsets_E = GroupedLinear(EXPERTS, Recipe(scaling)), torch.tensor(ends)
     with pytest.raises(UserError, match="and there are 16 rows: the ends must rise .*torch.cumsum"):
         layer(X, offsets_E)
     traced = minimal_fx_tracer(lambda x, ends: layer(x, ends), module=layer)(X, torch.tensor([8, 16]))
     with pytest.raises(UserError, match="and there are 16 rows"):
         run_traced(traced, module=layer)(X, offsets_E)
+
+
+@pytest.mark.parametrize("ends", [[8, 8], [3, 11], [0, 0]])
+@pytest.mark.parametrize("scaling", [TENSORWISE, ROWWISE, MX])
+def test_rows_behind_the_last_group_are_zeros_and_have_no_gradient(ends: list[int], scaling: str) -> None:
+    """Whatever they hold: they were memory that nobody had written."""
+    layer, offsets_E = GroupedLinear(nn.Parameter(EXPERTS.detach().clone()), Recipe(scaling)), torch.tensor(ends)
+    traced = run_traced(minimal_fx_tracer(lambda x, ends: layer(x, ends), module=layer)(X, offsets_E), module=layer)
+    ones = torch.ones(16, 32)
+    ones[ends[-1] :] = 1000
+    gradients = []
+    for x in (X.clone(), torch.cat([X[: ends[-1]], X[ends[-1] :] * -3])):
+        layer.weight.grad, x = None, x.requires_grad_()
+        y = layer(x, offsets_E)
+        y.backward(ones)
+        assert not y[ends[-1] :].any() and not x.grad[ends[-1] :].any()
+        assert torch.equal(traced(x, offsets_E), y)
+        gradients.append(layer.weight.grad)
+    assert torch.equal(*gradients) or scaling == TENSORWISE  # whose one scale is of all rows
 
 
 def test_ends_of_groups_without_rows_are_legal() -> None:

@@ -192,7 +192,9 @@ class GroupedLinear(Kept):
 
     rows (S, D) sorted by group, and where each group ends (E,) -> (S, F)
 
-    The ends rise, and the last is S. With a GPU's kernel, for which nothing waits, that is not checked.
+    The ends rise to S at most; rows behind the last group, such as padding, are zeros in the result and have no part in
+    a gradient. Counts are no ends: of them, they are `torch.cumsum(counts, 0)`. With a GPU's kernel, for which nothing
+    waits, the ends are not checked.
     """
 
     @called_as("GroupedLinear(weight_EFD, Recipe())")

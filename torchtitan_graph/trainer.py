@@ -114,9 +114,7 @@ class Trainer:
             self.delivery = self._delivery()
             self.train_data, self.validation_data = retry_io(partial(_open_data, blueprint))
             count_rows(self.train_data, saved)
-            if not self.train_data.num_rows:
-                left_out = "".join(f"; {line}" for line in in_words(self.train_data.left_out))
-                raise UserError(f"training.dataset: no document has anything to learn{left_out}")
+            self.train_data.refuse_empty()
             for data, *_ in self.validation_data.values():
                 count_rows(data)
             self._check_validation()

@@ -107,9 +107,8 @@ def summary(rows: list[list[Document]], room: int, data: DataLoader, training: j
         first, *left_out = epochs_in_words(
             data.lengths, training.epochs or 1, training.seq_len, rows_per_step, not training.dynamic_seq_len
         )
-    if not rows:
-        none = "rows: 0; no document has anything to learn within training.seq_len; --training.loss_on all shows them"
-        return [none, *left_out]
+    if not rows:  # as asked
+        return [first, *left_out]
     lengths = [len(document.ids) for row in rows for document in row]
     targets = sum(sum(document.is_target) for row in rows for document in row)
     tokens = sum(lengths)
@@ -166,6 +165,7 @@ def main(argv: Sequence[str]) -> int:
     tokenizer = load_tokenizer(config.model.hf_assets_path)
     most = max(options.most, options.rows)
     data = open_training_data(config, tokenizer, most + 1)  # one more, to know whether there are more
+    data.refuse_empty()
     rows, room = read_rows(data, most)
     lines = summary(rows, room, data, config.training)
     if options.html:

@@ -21,7 +21,7 @@ from torchtitan_graph.data.forms import RowFormat
 from torchtitan_graph.data.lengths import Length, count_lengths, reach
 from torchtitan_graph.data.mixture import Mixture, Origin
 from torchtitan_graph.data.open_corpus import open_corpus, open_mixture
-from torchtitan_graph.data.packing import Counts, Cursor, Lane, Packing, open_lane, window_rows
+from torchtitan_graph.data.packing import Counts, Cursor, Lane, Packing, in_words, open_lane, window_rows
 from torchtitan_graph.data.special_tokens import warn_of_special_tokens
 from torchtitan_graph.data.tokenizer import Tokenizer
 from torchtitan_graph.errors import UserError
@@ -163,6 +163,12 @@ class DataLoader:
     def num_rows(self) -> float:
         """The number of rows of all epochs, or one that is at least `most_rows`; math.inf without epochs."""
         return self._mixture.num_rows if self.lengths else math.inf
+
+    def refuse_empty(self) -> None:
+        """Raise UserError if the epochs have no row, with what became of the documents."""
+        if not self.num_rows:
+            why = "; ".join(in_words(self.left_out)) or "none has text"
+            raise UserError(f"training.dataset: no document has anything to learn: {why}")
 
     @property
     def has_ended(self) -> bool:

@@ -22,6 +22,11 @@ _WINDOW_TOKENS = 2**17  # but at most
 _MOST_WINDOW_ROWS = 128
 
 
+_NO_TARGET = (
+    "nothing in them is learned (they have no turn of the assistant, or each has weight 0, is masked or is unclear)"
+)
+
+
 class Cursor(NamedTuple):
     """Position in a lane: number of rows returned so far; epoch and index of a document, and how much of it is used.
 
@@ -55,7 +60,8 @@ class Packing(NamedTuple):
 
 class Counts(NamedTuple):
     """Documents that did not become rows as they are: cut at a row's length, dropped for it, or without a target;
-    conversations in several contexts, and how many these are; and bad rows that are left out, of each of the KINDS."""
+    conversations in several contexts, and how many these are; bad rows that are left out, of each of the KINDS; and
+    documents whose targets are all beyond a row's length. New ones come last: positions are saved as lists of them."""
 
     cut: int = 0
     dropped: int = 0
@@ -71,6 +77,7 @@ class Counts(NamedTuple):
     no_answer: int = 0
     no_preference: int = 0
     refused: int = 0
+    beyond: int = 0
 
     def __add__(self, other: tuple[int, ...]) -> "Counts":  # type: ignore[override]
         return Counts(*(a + b for a, b in zip(self, other, strict=True)))
@@ -78,8 +85,13 @@ class Counts(NamedTuple):
 
 def in_words(counts: Counts) -> list[str]:
     """Return what became of such documents, a line for each kind that there is."""
-    whats = ("cut at training.seq_len", "dropped, as longer than it", "left out, with nothing to learn")
-    lines = [f"conversations {what}: {number:,}" for what, number in zip(whats, counts[:3], strict=True) if number]
+    whats = {
+        "cut at training.seq_len": counts.cut,
+        "dropped, as longer than it": counts.dropped,
+        "left out, as what is learned begins after training.seq_len tokens": counts.beyond,
+        f"left out, as {_NO_TARGET}": counts.without_target,
+    }
+    lines = [f"conversations {what}: {number:,}" for what, number in whats.items() if number]
     if counts.split:
         lines.append(
             f"conversations split: {counts.split:,}, into {counts.contexts:,} contexts, by training.split_turns"
@@ -101,11 +113,14 @@ class Lane:
     documents begin or end, so every token is an input once.
     """
 
+    _needs = "with text"
+
     def __init__(self, corpus: Corpus, tokenizer: Tokenizer, packing: Packing, number: int, cursor: Cursor) -> None:
         self._corpus, self._tokenizer, self._packing, self._number = corpus, tokenizer, packing, number
         self.cursor = cursor
         self.filled = self._num_empty = 0
         self.counts = Counts()  # of the documents read for the row returned last
+        self._left_out = Counts()  # of all that were read
         self._tokens = np.empty(0, np.int64)  # of the current document
         self._documents: Iterator[tuple[int, Document]] | None = None
 
@@ -193,15 +208,13 @@ class Lane:
     def _refuse_empty(self) -> None:
         """Raise if the corpus, which repeats without end, has nothing to repeat."""
         if self._packing.epochs == 0:
-            empty = f"The {self._num_empty:,} that were read {self._what_is_empty()}"
-            why = empty if self._num_empty else "It has too few documents"
+            read = in_words(self._left_out)
+            if self._num_empty:
+                read.append(f"documents without text: {self._num_empty:,}")
             raise UserError(
-                f"training.dataset: lane {self._number} of {self._corpus.num_lanes} got no document with text in"
-                f" {_EMPTY_EPOCHS} epochs. {why}. Take a corpus with more text"
+                f"training.dataset: lane {self._number} of {self._corpus.num_lanes} got no document"
+                f" {self._needs} in {_EMPTY_EPOCHS} epochs: {'; '.join(read) or 'it has too few documents'}"
             )
-
-    def _what_is_empty(self) -> str:
-        return "are empty, or have no target that fits into a row"
 
     def _next_with_tokens(self) -> tuple[int, list[int] | np.ndarray] | None:
         """Return the number and the ids of the epoch's next document that has any."""
@@ -209,7 +222,7 @@ class Lane:
         for index, document in self._documents:
             if isinstance(document, Skipped):
                 self.counts += Counts(**{document.kind: 1})
-                self._num_empty += 1
+                self._left_out += Counts(**{document.kind: 1})
                 continue
             assert not isinstance(document, (Tokens, Pair, Contexts)), "those are packed whole"
             ids = self._tokenizer.encode(document) if isinstance(document, str) else document
@@ -228,6 +241,7 @@ class WholeLane(Lane):
     documents, 2k and 2k + 1 of its row, which has PAIRS_PER_ROW at most.
     """
 
+    _needs = "with anything to learn"
     _window: list[list[Tokens]]  # the documents of its rows
 
     def __init__(self, corpus: Corpus, tokenizer: Tokenizer, packing: Packing, number: int, cursor: Cursor) -> None:
@@ -258,12 +272,6 @@ class WholeLane(Lane):
     def _has_ended(self) -> bool:
         """Whether no document follows the window."""
         return 0 < self._packing.epochs <= self._after[0]
-
-    def _what_is_empty(self) -> str:
-        return (
-            f"have nothing to learn within training.seq_len = {self._packing.seq_len} tokens, such as a turn of the"
-            " assistant; python -m torchtitan_graph.data with --training.loss_on all shows them"
-        )
 
     def _read_window(self) -> None:
         """Read the documents of the next rows, from those after the window on, and put them into rows."""
@@ -299,8 +307,9 @@ class WholeLane(Lane):
             self._documents, self._after = itertools.chain(later, self._documents), (first_epoch + 1, later[0][0])
             del read[number:]
             self._window = rows_of(number)
-        self._uncounted += sum((counts for *_, counts in read), Counts())
-        self._num_empty += sum(not kept for _, kept, _ in read)
+        counted = sum((counts for *_, counts in read), Counts())
+        self._uncounted += counted
+        self._left_out += counted
 
     def _in_rows(self, read: list[list[tuple[Tokens, ...]]]) -> list[list[Tokens]]:
         """Return the documents of each row."""
@@ -332,8 +341,10 @@ class WholeLane(Lane):
             )
         if longest > room and self._packing.too_long == "drop":
             return None, Counts(dropped=1)
-        if not all(part.is_target[1:room].any() for part in parts):
+        if not all(part.is_target[1:].any() for part in parts):
             return None, Counts(without_target=1)
+        if not all(part.is_target[1:room].any() for part in parts):
+            return None, Counts(beyond=1)
         return tuple(Tokens(ids[:room], is_target[:room]) for ids, is_target in parts), Counts(cut=int(longest > room))
 
 

@@ -9,6 +9,7 @@ import torch
 
 from torchtitan_graph.config.job import VALIDATION_LOSS
 from torchtitan_graph.data.feed import Feed
+from torchtitan_graph.data.packing import in_words
 from torchtitan_graph.data.token_bytes import token_bytes
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.evaluate.model import Evaluated
@@ -64,7 +65,8 @@ def evaluate_corpora(evaluated: Evaluated) -> dict[str, CorpusResult]:
             totals.zero_()  # ranks that share rows have the same
         likelihood, likeliest, tokens, num_bytes = layout.sum_over_data(totals.to(device)).tolist()
         if not tokens:
-            raise UserError(f"{option}: holds no document with text")
+            why = "; ".join(in_words(data.left_out)) or "none has text"
+            raise UserError(f"{option}: no document has anything to measure: {why}")
         name = metric.partition("/")[2] or VALIDATION_LOSS.removesuffix("_loss")
         results[name] = _result(likelihood, int(likeliest), int(tokens), num_bytes if sizes_V is not None else None)
     return results

@@ -1,10 +1,14 @@
 """`python -m torchtitan_graph.data` shows rows as the model sees them, and counts."""
 
 import json
+import re
 
 import pytest
+from templates import CHATML
 
 from torchtitan_graph.data.__main__ import main
+
+SAYS = {"role": "user", "content": "a"}
 
 
 @pytest.fixture
@@ -38,11 +42,24 @@ def test_options_of_training_count_and_a_typo_is_refused(words, capsys):
     assert main([*words, "--training.too_lang", "drop"]) == 2
 
 
-def test_a_corpus_with_nothing_to_learn_is_counted(words, tmp_path, capsys):
-    (tmp_path / "sums.jsonl").write_text('{"prompt": "a prompt of more than 32 bytes:  ", "completion": "x"}\n' * 40)
-    assert main(words) == 0
-    shown = capsys.readouterr().out
-    assert "rows: 0; no document has anything to learn" in shown and "left out, with nothing to learn: 38" in shown
+@pytest.mark.parametrize("epochs", ["0", "1"])
+@pytest.mark.parametrize(
+    ("row", "why"),
+    [
+        ({"prompt": "a prompt of more than 32 bytes:  ", "completion": "x"}, "begins after training.seq_len tokens"),
+        ({"messages": [SAYS, {"role": "assistant", "content": "b", "weight": 0}]}, "nothing in them is learned .* we"),
+        ({"messages": [SAYS, {"role": "assistant", "content": "b", "masked": True}]}, "nothing in them is learned"),
+        ({"messages": [SAYS]}, "nothing in them is learned .*no turn of the assistant"),
+    ],
+)
+def test_a_corpus_with_nothing_to_learn_is_refused_for_its_reason(words, tmp_path, capsys, row, why, epochs):
+    (tmp_path / "sums.jsonl").write_text(f"{json.dumps(row)}\n" * 40)
+    others = ["--model.hf_assets_path", "tests/assets/tokenizer", "--training.chat_template", str(tmp_path / "a.jinja")]
+    (tmp_path / "a.jinja").write_text(CHATML)
+    assert main([*words, "--training.epochs", epochs, *(others if "messages" in row else [])]) == 2
+    said = capsys.readouterr().err
+    assert re.search(f"no document has anything to learn: conversations left out, as .*{why}.*: 38", said)
+    assert ("seq_len" in said) == ("prompt" in row)
 
 
 def test_reversed_columns_are_refused(words, capsys):

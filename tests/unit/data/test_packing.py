@@ -127,7 +127,7 @@ def test_documents_without_text_are_left_out(texts_source):
     tokens = [lane.next_row()[0].tolist() for _ in range(2)]
     assert sorted(bytes(row[1:4]) for row in tokens) == [b"one", b"two"]
     assert lane.next_row()[1].tolist() == [IGNORE_INDEX] * 5
-    with pytest.raises(UserError, match=r"got no document with text in 16 epochs\. The 34 .* are empty"):
+    with pytest.raises(UserError, match="got no document with text in 16 epochs: documents without text: 34$"):
         lane_of(texts_source, ["", ""], 5, epochs=0).next_row()
 
 
@@ -251,11 +251,11 @@ def test_conversations_that_do_not_fit_are_counted_once(too_long, expected):
 def test_conversations_that_do_not_fit_may_be_refused():
     with pytest.raises(UserError, match="has 12 tokens, more than training.seq_len = 10.*training.too_long"):
         whole_lane([12, 4], too_long="refuse").next_row()
-    with pytest.raises(UserError, match="The 34 that were read have nothing to learn within training.seq_len = 10"):
+    with pytest.raises(UserError, match="with anything to learn in 16 epochs: .* as nothing in them is learned .*: 34"):
         whole_lane([1, 1], epochs=0).next_row()
     lane = whole_lane([30, 4])
     lane.next_row()  # whose ten tokens have no target: they are left out
-    assert lane.counts == Counts(without_target=1)
+    assert lane.counts == Counts(beyond=1)
 
 
 @settings(max_examples=100, deadline=None)

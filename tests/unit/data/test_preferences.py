@@ -149,7 +149,7 @@ def test_an_answer_longer_than_half_a_row(tmp_path: Path, too_long: str) -> None
 def test_a_pair_with_an_answer_that_is_cut_away_is_left_out(tmp_path: Path) -> None:
     rows = [{"prompt": "p" * 40, "chosen": "y", "rejected": "n"}, {"prompt": "b", "chosen": "y", "rejected": "n"}]
     data = loader(tmp_path, rows, seq_len=64)
-    assert sum(pairs(next(data)) for _ in range(2)) == 1 and data.counts.without_target == 1
+    assert sum(pairs(next(data)) for _ in range(2)) == 1 and data.counts.beyond == 1
 
 
 def test_pairs_are_counted_by_the_chosen_answers_with_targets() -> None:

@@ -6,6 +6,7 @@ import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +17,7 @@ from torchtitan_graph.data.calls import TOOL, CallForm, call_form
 from torchtitan_graph.data.document import Contexts, Tokens
 from torchtitan_graph.data.tokenizer import FileTokenizer, Tokenizer
 from torchtitan_graph.data.tokenizer_json import NAMED, read_ends, read_templates
-from torchtitan_graph.data.turns import Context, Turn, Unclear, context_of, difference, last_special
+from torchtitan_graph.data.turns import Context, Turn, Unclear, context_of, difference, last_special, opened_reasoning
 from torchtitan_graph.errors import UserError, listed
 from torchtitan_graph.log import logger
 from torchtitan_graph.patience import refuse_unreadable
@@ -58,7 +59,7 @@ class ChatTemplate:
             )
         self._tokenizer, self._date, self._arguments = tokenizer, date, dict(arguments or {})
         self._has_warned: set[str] = set()
-        self._has_seen_tools = False
+        self._has_seen_tools = self._has_seen_empty_reasoning = False
         self._call_forms: dict[bool, CallForm] = {}
         if file is not None:
             with refuse_unreadable(f"training.chat_template = {file!r}"):
@@ -179,7 +180,10 @@ class ChatTemplate:
             after = whole.text if is_last else self.render(messages[: number + 1], tools)[0]
         except UserError as error:
             raise Unclear(f"what comes before it can't be rendered alone: {error}") from error
-        return Turn.of(before, after, self._tokenizer, self._close)
+        turn = Turn.of(before, after, self._tokenizer, self._close)
+        if turn.prompt != before:
+            self._warn_of_empty_reasoning(turn, before, messages[:number], tools)
+        return turn
 
     @functools.cached_property
     def _close(self) -> str:
@@ -297,12 +301,16 @@ class ChatTemplate:
         return self._call_forms[has_tools]
 
     def _rendered(
-        self, messages: Sequence[dict[str, Any]], tools: list[Any] | None, prompt: bool
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: list[Any] | None,
+        prompt: bool,
+        more: Mapping[str, Any] = MappingProxyType({}),
     ) -> tuple[str, list[Span]]:
         from torchtitan_graph.transformers_private import render_chat  # imports transformers, which takes seconds
 
         template = self.templates.get("tool_use" if tools else "default", self.templates["default"])
-        arguments = {**self._tokenizer.named_tokens, **self._arguments}
+        arguments = {**self._tokenizer.named_tokens, **self._arguments, **more}
         try:
             text, spans = render_chat(template, list(messages), tools, prompt, arguments, self._strftime)
         except UserError:
@@ -367,6 +375,27 @@ class ChatTemplate:
                     "the chat template does not write tools: the model is given none. Name a template that does in"
                     " training.chat_template"
                 )
+
+    def _warn_of_empty_reasoning(
+        self, turn: Turn, prompt: str, messages: Sequence[dict[str, Any]], tools: list[Any] | None
+    ) -> None:
+        """Warn of an answer after an empty block of reasoning that is not in the generation prompt, with the argument
+        of the template that writes it there."""
+        if self._has_seen_empty_reasoning:
+            return
+        self._has_seen_empty_reasoning = True
+        tag = opened_reasoning(prompt)
+        what = f"opens reasoning by {tag}" if tag else "has no block of reasoning"
+        way = "name a template in training.chat_template with another generation prompt"
+        for name in sorted(self._read_arguments() - set(NAMED)):
+            with contextlib.suppress(UserError):
+                if self._rendered(messages, tools, True, {name: False})[0] == turn.prompt:
+                    way = f"set training.chat_template_kwargs = {{{name} = false}}, and chat with the export so too"
+                    break
+        self._warn(
+            f"the chat template's generation prompt {what}, and an answer without any is rendered after an empty block:"
+            f" chats begin where nothing is learned. For chats without reasoning {way}"
+        )
 
     def _warn(self, text: str) -> None:
         if text not in self._has_warned:

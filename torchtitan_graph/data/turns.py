@@ -62,6 +62,12 @@ class Turn(NamedTuple):
         return cls(prompt, text, ends)
 
 
+def opened_reasoning(prompt: str) -> str:
+    """Return the tag by which a generation prompt opens reasoning at its end, "" if it doesn't."""
+    found = _OPEN_REASONING.search(prompt)
+    return found[1] if found else ""
+
+
 def last_special(text: str, tokenizer: FileTokenizer) -> str:
     """Return the special token that a text ends in, "" if it ends in none."""
     pieces = tokenizer.special_pattern.split(text) if tokenizer.special_tokens else []

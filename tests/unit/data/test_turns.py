@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -37,6 +38,11 @@ THINKING = """\
     {{- '<|im_start|>assistant\\n<think>\\n' }}
     {%- if enable_thinking is defined and not enable_thinking %}{{- '\\n</think>\\n\\n' }}{% endif %}
 {%- endif %}"""
+# Behind a template: its generation prompt has an empty block of reasoning on request.
+NO_THINKING = (
+    "{%- if add_generation_prompt and enable_thinking is defined and not enable_thinking %}"
+    "{{- '<think>\n\n</think>\n\n' }}{% endif %}"
+)
 # The prompt opens reasoning, and no answer is ever rendered with any.
 DROPPING = """\
 {%- for message in messages %}
@@ -107,6 +113,30 @@ def test_chats_without_reasoning_under_a_prompt_that_opens_it(tmp_path, argument
     assert runs(template, document) == ["Hot.<|im_end|>", "Wait.<|im_end|>"]
     for context in document.contexts:
         assert "<think>\n\n</think>\n\n" in template._tokenizer.decode_all(context.ids.tolist())
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments", "what"),
+    [
+        (THINKING, {}, "opens reasoning by <think>, .* set training.chat_template_kwargs = {enable_thinking = false}"),
+        (THINKING.replace("enable_thinking", "thinks"), {}, "chat_template_kwargs = {thinks = false}"),
+        (THINKING.split("{%- if enable")[0] + "{%- endif %}", {}, "name a template in training.chat_template"),
+        (THINKING, {"enable_thinking": False}, None),
+        (QWEN3, {}, "has no block of reasoning, .* name a template in training.chat_template"),
+        (QWEN3 + NO_THINKING, {}, "has no block of reasoning, .*{enable_thinking = false}"),
+        (QWEN3 + NO_THINKING, {"enable_thinking": False}, None),
+    ],
+)
+def test_answers_after_an_empty_block_that_the_prompt_lacks_are_warned_of(tmp_path, caplog, text, arguments, what):
+    template = made(tmp_path, text, **arguments)
+    reasoned = {**PLAIN[1], "reasoning_content": "It is old."}
+    if not arguments:
+        template.tokens([PLAIN[0], reasoned], None, "assistant", skip=False)
+        assert not caplog.messages
+    for _ in range(2):
+        template.tokens(PLAIN, None, "assistant", skip=False)
+    assert re.search(what, "".join(caplog.messages)) if what else not caplog.messages
+    assert len(caplog.messages) == (what is not None)
 
 
 def test_reasoning_that_the_prompt_opens_is_learned_behind_its_tag(tmp_path):

@@ -23,7 +23,7 @@ _PARTS = [*dict.fromkeys(part for parts in COLUMNS.values() for part in parts)]
 
 
 def find_wrong_column(columns: Mapping[str, Any], format_: str | None) -> str | None:
-    """Return what is wrong with an option `columns` beside the option `format`, None if nothing is."""
+    """Return what is wrong with an option `columns` with the option `format`, None if nothing is."""
     for part, name in columns.items():
         if part not in _PARTS and name in _PARTS:
             return (
@@ -32,8 +32,11 @@ def find_wrong_column(columns: Mapping[str, Any], format_: str | None) -> str | 
             )
         if part not in _PARTS:
             return f"{part} is nothing that is read" + did_you_mean(part, _PARTS, f"; legal are {', '.join(_PARTS)}")
-        if not isinstance(name, str) or not name:
+        if not isinstance(name, str):
             return f"{part} must be the name of a column"
+        may_lack = {*OPTIONAL, *(["prompt"] if format_ == "preference" else [])}
+        if not name and part not in may_lack:
+            return f"{part} = '': a row must have it; with '' are legal {', '.join(sorted(may_lack))}, then not read"
     of = [kind for kind, parts in COLUMNS.items() if columns.keys() <= parts.keys()]
     if columns and not of:
         return f"{', '.join(columns)} are of different formats, and a corpus has one"

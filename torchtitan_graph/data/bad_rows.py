@@ -37,6 +37,10 @@ class BadRow(UserError):
         return BadRow(self.kind, f"{where}: {self}")
 
 
+class AllBad(UserError):
+    """Error: no row of a file can be read, and bad rows are left out."""
+
+
 class Skipped(NamedTuple):
     """In place of the document of a bad row: it keeps its number and has no tokens."""
 
@@ -48,10 +52,11 @@ class BadRows:
 
     place: the file or folder, for messages.
     on_bad_row: as `training.on_bad_row`.
+    may_be_all: whether all may be left out.
     """
 
-    def __init__(self, place: str, on_bad_row: str) -> None:
-        self._place, self.skip = place, on_bad_row == "skip"
+    def __init__(self, place: str, on_bad_row: str = "refuse", may_be_all: bool = False) -> None:
+        self._place, self.skip, self._may_be_all = place, on_bad_row == "skip", may_be_all
         self._has_warned = False
 
     def read(self, read: Callable[[int], D], index: int) -> D | Skipped:
@@ -67,7 +72,10 @@ class BadRows:
             return Skipped(error.kind)
 
     def read_all(self, read: Callable[[int], D], number: int) -> None:
-        """Read every document once; the bad rows are reported together, as an error or a warning."""
+        """Read every document once; the bad rows are reported together, as an error or a warning.
+
+        Raises UserError if there is a bad row and it is refused, AllBad if none is left.
+        """
         kinds: Counter[str] = Counter()
         lines: list[str] = []
         for index in range(number):
@@ -87,8 +95,8 @@ class BadRows:
         named = "\n    ".join(lines)
         if not self.skip:
             raise UserError(f"{_ended(named)} {HINT}" if bad == 1 else f"{named}\n{HINT}")
-        if bad == number:
-            raise UserError(f"{named}\nNo document is left")
+        if bad == number and not self._may_be_all:
+            raise AllBad(f"{named}\nNo document is left")
         left_out = "It is left out" if bad == 1 else "They are left out"
         logger.warning(f"{named}\n{left_out}: training.on_bad_row")
         self._has_warned = True

@@ -5,7 +5,7 @@ import os
 from typing import Any
 
 from torchtitan_graph.data.corpus import Corpus, ShuffledCorpus
-from torchtitan_graph.data.forms import Conversation, RowFormat
+from torchtitan_graph.data.forms import Conversation, Form, RowFormat
 from torchtitan_graph.data.shards import Shards
 from torchtitan_graph.data.sources import Chain
 from torchtitan_graph.data.texts import TextFiles
@@ -33,8 +33,8 @@ def describe(corpus: Corpus, dataset: str, path: str | None, split: str, reading
         words.append(_documents(corpus))
     else:
         words.append(f"streamed, {_SPLITS.get(split, 'all of it')}")
-    forms = list({repr((type(form).__name__, form.columns)): form for form in map(_form, parts) if form}.values())
-    words += [f"{type(form).__name__.lower()} of the columns {', '.join(form.columns)}" for form in forms]
+    forms = [form for form in map(_form, parts) if form]
+    words += dict.fromkeys(map(_form_in_words, forms))
     if any(isinstance(form, Conversation) for form in forms):
         digest = hashlib.sha256(reading.template.digest.encode()).hexdigest()[:8]
         words.append(f"template {reading.chat_template or 'of the tokenizer'} ({digest})")
@@ -58,6 +58,11 @@ def _parts(source: Any) -> list[Any]:
 def _form(part: Any) -> Any:
     """Return how a source's rows are read; None for one without rows."""
     return getattr(part, "form", None)
+
+
+def _form_in_words(form: Form) -> str:
+    maybe = f", and {' and '.join(form.optional)} where a row has them" if form.optional else ""
+    return f"{type(form).__name__.lower()} of the columns {', '.join(form.columns)}{maybe}"
 
 
 def _count(number: int, what: str) -> str:

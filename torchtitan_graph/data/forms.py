@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,7 @@ import numpy as np
 from torchtitan_graph.config import job
 from torchtitan_graph.config.columns import COLUMNS, OPTIONAL
 from torchtitan_graph.config.option import did_you_mean
-from torchtitan_graph.data.bad_rows import BadRow, BadRows
+from torchtitan_graph.data.bad_rows import AllBad, BadRow, BadRows
 from torchtitan_graph.data.chat import ChatTemplate
 from torchtitan_graph.data.columns import find_column, paths_of, value_of
 from torchtitan_graph.data.document import Contexts, Document, Pair, Tokens
@@ -43,6 +43,7 @@ class RowFormat:
 
     tokenizer: of the documents; without it there is text only, and shards of token ids are refused.
     table: of the options, for messages.
+    of_others: the form of the rows, where other files of the corpus tell it.
     """
 
     tokenizer: Tokenizer | None = None
@@ -56,6 +57,7 @@ class RowFormat:
     split_turns: str = "auto"
     on_bad_row: str = "refuse"
     table: str = "training"
+    of_others: "Form | None" = None
 
     @classmethod
     def of(cls, training: job.Training, tokenizer: Tokenizer) -> "RowFormat":
@@ -119,7 +121,7 @@ class RowFormat:
 
     def bad_rows(self, place: str) -> BadRows:
         """Return what becomes of the bad rows of a file or folder."""
-        return BadRows(place, self.on_bad_row)
+        return BadRows(place, self.on_bad_row, may_be_all=self.of_others is not None)
 
     def refuse_for_text(self, place: str, what: str) -> None:
         """Raise UserError if a format or columns are named for a corpus that has no rows."""
@@ -160,16 +162,18 @@ class RowFormat:
         if kind == "chat" and "messages" not in self.columns and "messages" not in row and _OLDER in row:
             names["messages"] = _OLDER
         for part in _needed(kind) | self.columns.keys():
-            self._check_column(row, part, names[part], kind, place)
+            if names[part]:
+                self._check_column(row, part, names[part], kind, place)
+        tools, system = (names.get(part) or None for part in OPTIONAL)  # "" is none
         if kind == "text":
             form: Form = Text(names["text"], self.option("columns"))
         elif kind == "chat":
-            form = Conversation(self, names["messages"], names["tools"], names["system"])
+            form = Conversation(self, names["messages"], tools, system)
         elif kind == "completion":
-            form = Completion(self, names["prompt"], names["completion"], names["tools"], names["system"])
+            form = Completion(self, names["prompt"], names["completion"], tools, system)
         else:
-            prompt = names["prompt"] if find_column(row, names["prompt"]) else None
-            form = Preference(self, prompt, names["chosen"], names["rejected"], names["tools"], names["system"])
+            prompt = names["prompt"] if names["prompt"] and find_column(row, names["prompt"]) else None
+            form = Preference(self, prompt, names["chosen"], names["rejected"], tools, system)
         self.name_unread_columns(row, form, place)
         return form
 
@@ -219,7 +223,8 @@ class RowFormat:
 
     def name_unread_columns(self, row: Collection[str], form: "Form", where: str) -> None:
         """Log the keys of a row that nothing reads, each once."""
-        unread = [key for key in row if key not in form.keys and key not in self._named]
+        off = [part for part, name in self.columns.items() if not name]
+        unread = [key for key in row if key not in form.keys and key not in self._named and key not in off]
         self._named.update(unread)
         if unread:
             log = logger.info if isinstance(form, Text) else logger.warning
@@ -232,6 +237,15 @@ class RowFormat:
         self._named.update(("message", key) for key in unread)
         if unread:
             logger.warning(f"{where}: the chat template does not read the {_keys(unread)} of its messages")
+
+    def name_plain_texts(self, columns: Sequence[str], where: str) -> None:
+        """Log once that a prompt and its answer are texts, where there is a chat template that does not render them."""
+        if self.has_template and "" not in self._named:
+            self._named.add("")
+            logger.info(
+                f"{where}: {' and '.join(columns)} are text, which is learned as it is, without the chat template. If"
+                " the model is to answer in chats, write both as lists of messages"
+            )
 
     @functools.cached_property
     def _named(self) -> set[Any]:
@@ -316,8 +330,8 @@ class Conversation(_Form):
 
     reading: RowFormat
     messages: str
-    tools: str = "tools"
-    system: str = "system"
+    tools: str | None = "tools"
+    system: str | None = "system"
     is_whole = True
 
     @property
@@ -350,8 +364,8 @@ class Completion(_Form):
     reading: RowFormat
     prompt: str
     completion: str
-    tools: str = "tools"
-    system: str = "system"
+    tools: str | None = "tools"
+    system: str | None = "system"
     is_whole = True
 
     @property
@@ -377,7 +391,7 @@ class Completion(_Form):
                     f"{where}: {self.prompt} is a list of messages and {self.completion} is text: write both as one",
                 )
         texts = [_text(row, name, where, self.reading.option("columns")) for name in (self.prompt, self.completion)]
-        for name in (self.tools, self.system):
+        for name in self.optional:
             if value_of(row, name):
                 raise BadRow(
                     "no_value",
@@ -386,6 +400,7 @@ class Completion(_Form):
                 )
         if not texts[1]:
             raise BadRow("no_answer", f"{where}: {self.completion} is empty: it would teach the model to end at once")
+        self.reading.name_plain_texts(self.columns, where)
         assert tokenizer is not None, "documents are read where there is a tokenizer"
         first, second = (tokenizer.encode(text) for text in texts)
         begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
@@ -418,8 +433,8 @@ class Preference(_Form):
     prompt: str | None
     chosen: str
     rejected: str
-    tools: str = "tools"
-    system: str = "system"
+    tools: str | None = "tools"
+    system: str | None = "system"
     is_whole = True
 
     @property
@@ -495,7 +510,12 @@ Form = Text | Conversation | Completion | Preference
 
 def form_of(reading: RowFormat, row: Callable[[int], Mapping[str, Any]], number: int, place: str) -> Form:
     """Return how the rows of a file are read: the columns of the first tell, of bad ones that are left out the first
-    that has some. A file without any row that can be read is one of text."""
+    that has some. A file without any row is one of text.
+
+    Raises AllBad if rows are left out, and none of the first can be read.
+    """
+    if reading.of_others is not None:
+        return reading.of_others
     bad: UserError | None = None
     for index in range(min(number, _LOOKED_AT)):
         try:
@@ -509,7 +529,7 @@ def form_of(reading: RowFormat, row: Callable[[int], Mapping[str, Any]], number:
     if number > _LOOKED_AT and reading.on_bad_row == "skip":
         bad = bad or UserError(f"{place}: none of its first {_LOOKED_AT:,} rows can be read")
     if bad is not None:
-        raise bad
+        raise AllBad(str(bad)) from bad
     return Text("text", reading.option("columns"))
 
 

@@ -1,19 +1,22 @@
 """Open a corpus by the names in a job's configuration."""
 
+import dataclasses
 import difflib
 import os
 import sysconfig
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torchtitan_graph.config import JobConfig, job
 from torchtitan_graph.config.job import source_name
+from torchtitan_graph.data.bad_rows import AllBad
 from torchtitan_graph.data.corpus import Corpus, ShuffledCorpus, option_of
 from torchtitan_graph.data.describe import log_corpus
-from torchtitan_graph.data.forms import RowFormat
+from torchtitan_graph.data.forms import RowFormat, Text
 from torchtitan_graph.data.hugging_face import is_saved_dataset, open_hub, open_parquet, open_saved
 from torchtitan_graph.data.lines import JsonLines
 from torchtitan_graph.data.mixture import Mixture
@@ -224,7 +227,7 @@ def _open_path(path: Path, reading: RowFormat) -> Source:
     if is_table(path):
         return Table(path, reading)
     reading.refuse_for_text(str(path), "is a file of text")
-    return TextPieces(path, reading.on_bad_row)
+    return TextPieces(path, reading.bad_rows(str(path)))
 
 
 def _open_folder(root: Path, reading: RowFormat) -> Source:
@@ -238,8 +241,10 @@ def _open_folder(root: Path, reading: RowFormat) -> Source:
     tables = [file for file in files if file.name.lower().endswith(known)]
     if texts:
         reading.refuse_for_text(f"{root}", f"holds files of text ({texts[0].relative_to(root)})")
-    sources: list[Source] = [TextFiles(root, texts, reading.on_bad_row)] if texts else []
-    sources += [_open_path(file, reading) for file in tables]
+    parts: list[Callable[[RowFormat], Source]] = [partial(_open_path, file) for file in tables]
+    if texts:
+        parts.insert(0, lambda reading: TextFiles(root, texts, reading.bad_rows(str(root))))
+    sources = _open_parts(parts, reading)
     if not sources:
         none = f"none of the {len(files)} files in it can be read as documents" if files else "the folder is empty"
         raise UserError(f"{root}: {none}. Known are {', '.join(known)}, and as text {' '.join(sorted(TEXT_SUFFIXES))}.")
@@ -247,6 +252,27 @@ def _open_folder(root: Path, reading: RowFormat) -> Source:
         named = ", ".join(f"{count:,} {suffix or 'without a suffix'}" for suffix, count in left_out.most_common(8))
         logger.info(f"{root}: {len(texts) + len(tables):,} files are read, {left_out.total():,} left out: {named}")
     return sources[0] if len(sources) == 1 else Chain(sources)
+
+
+def _open_parts(parts: Sequence[Callable[[RowFormat], Source]], reading: RowFormat) -> list[Source]:
+    """Open the parts of a folder; one without a row that can be read is read in the form of the first that has some.
+
+    Raises AllBad if no part has any.
+    """
+    opened: dict[int, Source] = {}
+    refused: list[AllBad] = []
+    for number, part in enumerate(parts):
+        try:
+            opened[number] = part(reading)
+        except AllBad as error:
+            refused.append(error)
+    form = next((getattr(source, "form", Text("text")) for source in opened.values() if len(source)), None)
+    if form is None and refused:
+        raise refused[0]
+    if form is not None:
+        reading = dataclasses.replace(reading, of_others=form)
+        opened |= {number: part(reading) for number, part in enumerate(parts) if not len(opened.get(number, ()))}
+    return [opened[number] for number in range(len(parts))]
 
 
 def _raise(error: OSError) -> None:  # a folder that can't be listed; os.walk would leave it out

@@ -17,8 +17,8 @@ class TextFiles:
 
     is_whole = False
 
-    def __init__(self, root: Path, files: list[Path], on_bad_row: str = "refuse") -> None:
-        self._bad_rows = BadRows(str(root), on_bad_row)
+    def __init__(self, root: Path, files: list[Path], bad_rows: BadRows | None = None) -> None:
+        self._bad_rows = bad_rows or BadRows(str(root))
         self._files = [DataFile(file) for file in files]
         self._names = [str(file.relative_to(root)) for file in files]
         self.digest = digest_files(root, files)
@@ -49,8 +49,8 @@ class TextPieces:
     PIECE_BYTES = 8192
     is_whole = False
 
-    def __init__(self, file: Path, on_bad_row: str = "refuse") -> None:
-        self._file, self._bad_rows = str(file), BadRows(str(file), on_bad_row)
+    def __init__(self, file: Path, bad_rows: BadRows | None = None) -> None:
+        self._file, self._bad_rows = str(file), bad_rows or BadRows(str(file))
         self._data = DataFile(file)
         self.digest = digest_files(file.parent, [file])
         _refuse_packed(self._data)

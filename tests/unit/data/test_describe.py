@@ -42,7 +42,8 @@ def test_files_documents_format_columns_and_split(tmp_path: Path) -> None:
     )
     pairs = write_lines(tmp_path / "b.jsonl", {"question": "x", "answer": "y"}, 3)
     how = said(pairs, "all", columns={"prompt": "question", "completion": "answer"})
-    assert how == f"{pairs}; 1 file; 3 documents, all of them; completion of the columns question, answer"
+    optional = "and tools and system where a row has them"
+    assert how == f"{pairs}; 1 file; 3 documents, all of them; completion of the columns question, answer, {optional}"
 
 
 def test_a_folder_counts_its_files(tmp_path: Path) -> None:
@@ -58,9 +59,17 @@ def test_a_template_is_named_with_a_digest(tmp_path: Path) -> None:
     template = tmp_path / "chat.jinja"
     template.write_text(TEMPLATE)
     shown = said(file, chat_template=str(template))
-    assert f"conversation of the columns messages; template {template} (" in shown
+    assert f"columns messages, and tools and system where a row has them; template {template} (" in shown
     template.write_text("{# another #}" + TEMPLATE)
     assert said(file, chat_template=str(template)) != shown
+
+
+def test_columns_that_are_off_are_not_said(tmp_path: Path) -> None:
+    (tmp_path / "chat.jinja").write_text(TEMPLATE)
+    file = write_lines(tmp_path / "a.jsonl", CHAT)
+    options = {"chat_template": str(tmp_path / "chat.jinja")}
+    assert "messages, and tools where a row has them; " in said(file, columns={"system": ""}, **options)
+    assert "of the columns messages; " in said(file, columns={"system": "", "tools": ""}, **options)
 
 
 def test_the_embedded_corpus_is_said_plainly() -> None:

@@ -13,6 +13,7 @@ from test_chat import conversation, folder  # noqa: F401
 
 from torchtitan_graph.config import load
 from torchtitan_graph.config.check import check
+from torchtitan_graph.config.columns import find_wrong_column
 from torchtitan_graph.data import IGNORE_INDEX, build_dataloader, load_tokenizer, merge_states
 from torchtitan_graph.data.document import Tokens
 from torchtitan_graph.data.forms import Completion, Conversation, RowFormat, Text
@@ -72,6 +73,8 @@ def test_columns_that_do_not_tell_are_refused(options, columns, match):
         (["--training.columns", "{promt = 'a'}"], "promt is nothing that is read; did you mean prompt"),
         (["--training.columns", "{question = 'prompt', answer = 'completion'}"], "as in {prompt = 'question'}"),
         (["--training.columns", "{text = 5}"], "text must be the name of a column"),
+        (["--training.columns", "{messages = ''}"], "messages = '': a row must have it; with '' are legal system, too"),
+        (["--training.columns", "{prompt = '', completion = 'a'}"], "prompt = '': a row must have it"),
         (["--training.columns", "{text = 'a', prompt = 'b'}"], "are of different formats"),
         (["--training.columns", "{text = 'a'}", "--training.format", "chat"], "not of the format 'chat'"),
         (["--training.sources", "[{dataset='stdlib', columns={x='y'}}]"], "entry 1: columns: x is nothing"),
@@ -83,6 +86,34 @@ def test_columns_that_do_not_tell_are_refused(options, columns, match):
 def test_wrong_options_are_refused(words, match):
     with pytest.raises(UserError, match=match):
         check(load(words), 1)
+
+
+def test_columns_that_are_off_are_not_read_and_not_named(reading, caplog):
+    says = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    row = {"messages": says, "system": "s", "tools": [{"type": "function", "function": {"name": "f"}}]}
+    off = dataclasses.replace(reading, columns={"system": "", "tools": ""})
+    assert find_wrong_column(off.columns, None) is None
+    document = off.form(row, "here").document(row, "here")
+    assert (
+        document.ids.tolist()
+        == reading.form({"messages": says}, "here").document({"messages": says}, "here").ids.tolist()
+    )
+    assert not caplog.messages
+    # without a column of prompts, both answers are conversations
+    row = {"prompt": "which is better?", "chosen": [*says], "rejected": [says[0], {**says[1], "content": "c"}]}
+    pairs = dataclasses.replace(reading, format="preference", columns={"prompt": "", "system": ""})
+    assert find_wrong_column(pairs.columns, "preference") is None
+    assert len(pairs.form(row, "here").document(row, "here")) == 2
+
+
+def test_texts_under_a_chat_template_are_learned_as_they_are_with_one_hint(reading, caplog):
+    rows = [{"prompt": "1+1=", "completion": "2"}] * 2
+    caplog.set_level("INFO", "torchtitan_graph")
+    for how in (BYTES, reading):
+        form = how.form(rows[0], "here")
+        for row in rows:
+            form.document(row, "here")
+    assert [message.partition(", which")[0] for message in caplog.messages] == ["here: prompt and completion are text"]
 
 
 def test_completions_are_learned_and_prompts_are_tokenised_as_alone():

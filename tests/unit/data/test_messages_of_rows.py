@@ -209,6 +209,29 @@ def test_a_corpus_of_bad_rows_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.jsonl", b"not json\n{}\n"),
+        ("a.jsonl", b'{"id": 1}\n{"id": 2}\n'),
+        ("a.csv", b"id,other\n1,2\n3,4\n"),
+        ("a.jsonl", b""),
+        ("a.csv", b"id\n"),
+    ],
+)
+def test_a_file_of_bad_rows_alone_is_left_out_of_a_folder_and_counted(reading, tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
+    says = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    number = content.count(b"\n") - name.endswith("csv")
+    if number > 0:
+        with pytest.raises(UserError, match="on_bad_row|None|no text|No doc|columns"):
+            open_corpus("", str(tmp_path), "all", 0, reading(on_bad_row="skip"))
+    (tmp_path / "b.jsonl").write_text(f"{json.dumps({'messages': says})}\n" * 3)
+    corpus = open_corpus("", str(tmp_path), "all", 0, reading(on_bad_row="skip"))
+    documents = [corpus.source[index] for index in range(len(corpus.source))]
+    assert [isinstance(each, Skipped) for each in documents] == [True] * number + [False] * 3
+
+
+@pytest.mark.parametrize(
     ("words", "value"),
     [(["--training.skip_not_utf8"], "skip"), (["--training.skip_not_utf8", "false"], "refuse"), ([], "refuse")],
 )

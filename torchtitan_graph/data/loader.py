@@ -39,6 +39,11 @@ from torchtitan_graph.log import logger
 # The position is then known after whole steps, once the replicas have exchanged how far each has read: `exchange`.
 
 
+_WHOLE_BEFORE = ", longer conversations: "  # in the row length of positions by earlier releases
+_OR_AGAIN = (
+    "or begin a new run, or resume the model at the beginning of the data: checkpoint.load_step with"
+    " checkpoint.exclude_from_loading = ['dataloader']."
+)
 _SHOWN = 80  # characters of what differs, in a message
 
 
@@ -105,7 +110,8 @@ class DataLoader:
         self._targets = torch.zeros(len(self.source_names), dtype=torch.int64)
         length: int | str = seq_len if multiple is None else f"up to {seq_len}, of whole documents"
         length = f"{length}, one document a row" if alone else length
-        if any(map(self._mixture.is_whole, range(self._mixture.num_lanes))):
+        self._has_conversations = any(map(self._mixture.is_whole, range(self._mixture.num_lanes)))
+        if self._has_conversations:
             length = f"{length}, {window_rows(seq_len)} rows of conversations at a time, longer ones: {too_long}"
         self._identity = {"corpus": corpus.digest, "tokenizer": tokenizer.digest, "seed": seed, "seq_len": length}
         self._identity["epochs"] = epochs or None
@@ -282,15 +288,18 @@ class DataLoader:
         Raises UserError if it was saved with another corpus, tokenizer, seed, row length or number of epochs, or is
         inconsistent.
         """
+        if _WHOLE_BEFORE in str(state.get("seq_len")) or self._has_conversations and "counted" not in state:
+            raise UserError(
+                "checkpoint: its data position was saved by an earlier release, which put conversations into rows in"
+                f" another order. Rows can't be continued from there: end the run with that release, {_OR_AGAIN}"
+            )
         for key, here in self._identity.items():
             if state.get(key) != here:
                 theirs, ours = _differing(repr(state.get(key)), repr(here))
                 earlier = " (or by a release that took the rows of epochs in another order)" * (key == "epochs")
                 raise UserError(
                     f"checkpoint: its data position was saved with {key} = {theirs}{earlier}, this run has {ours}."
-                    " Rows can't be continued from there: use what the saved run used, or begin a new run, or resume"
-                    " the model at the beginning of the data: checkpoint.load_step with"
-                    " checkpoint.exclude_from_loading = ['dataloader']."
+                    f" Rows can't be continued from there: use what the saved run used, {_OR_AGAIN}"
                 )
         if self._identity["epochs"] and (self._lengths is None or len(self._lengths) != len(state["lengths"])):
             self.count(state, self._counts_with)

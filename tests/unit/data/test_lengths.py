@@ -292,6 +292,20 @@ def test_few_conversations_fill_rows_over_the_end_of_an_epoch():
     assert length.tokens > 0.9 * 1024 * length.rows
 
 
+@pytest.mark.parametrize("without_counts", [True, False])
+def test_a_position_of_conversations_by_an_earlier_release_is_refused_with_what_to_do(without_counts):
+    corpus = ShuffledCorpus(Conversations([[20], [5]] * 3), "all", 0)
+    loader = DataLoader(corpus, ByteTokenizer(), seed=0, seq_len=10, local_batch_size=1, dp_rank=0, dp_degree=1)
+    next(loader)
+    state = merge_states([loader.state_dict()])
+    loader.load_state_dict(state)
+    earlier = {**state, "corpus": "another digest", "seq_len": "10, longer conversations: cut"}
+    if without_counts:
+        earlier = {key: value for key, value in state.items() if key != "counted"}
+    with pytest.raises(UserError, match=r"by an earlier release, .*exclude_from_loading = \['dataloader'\]"):
+        loader.load_state_dict(earlier)
+
+
 def test_what_is_left_out_is_counted_once(make_loader):
     corpus = ShuffledCorpus(Conversations([[20], [5], [1], [9, 1]] * 3), "all", 0)
     loader = DataLoader(

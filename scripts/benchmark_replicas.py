@@ -5,9 +5,10 @@
     sudo python scripts/benchmark_replicas.py --mbit 500        each rank behind a link of a limited rate
 
 What else is on the line are options of the run (default: those of llama3_debug.toml, a microbatch a rank). The cases
-run beside each other, and take turns of several steps: the others are stopped meanwhile (SIGSTOP). Figures are medians
-over steps but each turn's first two; ratios are medians of the ratios of neighbouring turns. `late` are replica groups
-that begin to sum gradients after the graph, not while it runs. Processor seconds are those of all processes, a step.
+run alongside each other, and take turns of several steps: the others are stopped meanwhile (SIGSTOP). Figures are
+medians over steps but each turn's first two; ratios are medians of the ratios of neighbouring turns. `late` are replica
+groups that begin to sum gradients after the graph, not while it runs. Processor seconds are those of all processes, a
+step.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@
 
 Is the graph eager's equal, bit for bit, for every family? Are a GPU's own kernels right? How fast is each mode, with
 which MFU, and how far off are the forecasts of memory and time? What do float8, CUDA graphs and deterministic kernels
-change? It prints one table, and writes it as JSON, with a profile beside it. The exit code is 0 if all bits are equal
-and kernels are right, 1 if not, 3 if as far as could be compared, 2 if nothing was run. docs/tune/check_gpu.md explains
-the columns, and how to send the result in.
+change? It prints one table, and writes it as JSON, with a profile alongside it. The exit code is 0 if all bits are
+equal and kernels are right, 1 if not, 3 if as far as could be compared, 2 if nothing was run. docs/tune/check_gpu.md
+explains the columns, and how to send the result in.
 """
 
 from __future__ import annotations

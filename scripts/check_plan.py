@@ -9,7 +9,7 @@ needs most is off by more than 5 %, or the time of a step by more than 15 %.
 
 Memory is what a rank holds between steps, and the most that a step allocates on top, by the profiler's record of every
 allocation. Time is by the clock, so the machine must have nothing else to do: medians of steps, on the slowest rank,
-and of rounds, in each of which a forecast with a replay of its own stands beside a run.
+and of rounds, in each of which a forecast with a replay of its own stands alongside a run.
 """
 
 from __future__ import annotations

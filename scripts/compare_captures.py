@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
     options, of_training = read_beside(parser, argv)
     found = compare(of_training).found
     for number, each in enumerate(found, 1):
-        rests_on = [f"  rests on {value}" for value in each.values if options.values]
+        rests_on = [f"  depends on {value}" for value in each.values if options.values]
         print(f"graph {number} of {len(found)}:", "\n".join([*each.lines(), *rests_on]))
     return 0 if all(each.is_same for each in found) else 1
 

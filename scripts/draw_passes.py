@@ -162,7 +162,7 @@ def _near(changed: list[str], before: Shown, after: Shown) -> set[str]:
 
 
 def _where_it_stood(name: str, before: Shown, after: Shown) -> set[str]:
-    """Return a node that moved, and those beside it in both orders."""
+    """Return a node that moved, and those alongside it in both orders."""
     found: set[str] = set()
     for each in (before, after):
         names = list(each)

@@ -381,12 +381,12 @@ class Trainer:
                 " optimizer.lr, look at the data, or start from an older checkpoint by checkpoint.load_step"
             )
         found = self.checkpointer.roll_back(leaps.weights_of)
-        told = f"step {self.step}: {in_a_row} steps in a row were skipped (training.roll_back_after)"
+        what = f"step {self.step}: {in_a_row} steps in a row were skipped (training.roll_back_after)"
         if found is None:
-            logger.warning(f"{told}; there is no checkpoint to go back to from the weights of step {leaps.weights_of}")
+            logger.warning(f"{what}; there is no checkpoint to go back to from the weights of step {leaps.weights_of}")
             return
         leaps.num_roll_backs, leaps.weights_of = leaps.num_roll_backs + 1, found
-        logger.warning(f"{told}: going on with the weights of step {found}, and with the data after this step")
+        logger.warning(f"{what}: going on with the weights of step {found}, and with the data after this step")
 
     def _limits(self, loss: Tensor) -> Tensor | None:
         """Return the limits of the sum of all ranks' losses and of the norm, where leaps are skipped."""

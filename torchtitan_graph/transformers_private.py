@@ -57,7 +57,7 @@ _LARGE = 2**24  # elements: a tensor of more is a parameter, and no table
 
 def register(attention: Callable[..., Any], mask: Callable[..., Any], experts: Callable[..., Any]) -> None:
     """Register our functions with transformers, for the models that `build` returns. The registry of experts is not
-    documented: the public name would be one beside AttentionInterface."""
+    documented: the public name would be one alongside AttentionInterface."""
     AttentionInterface.register(OURS, attention)
     AttentionMaskInterface.register(OURS, mask)
     ExpertsInterface.register(OURS, experts)

@@ -316,7 +316,7 @@ def test_a_group_that_dies_comes_back_and_all_are_equal(
         assert all(a == b for a, b in tokens.values()), tokens
     assert "this one, 1, healed" in results[1].output
     if moment in ("gather", "prepare_sync"):  # later the survivor has all of the other's numbers
-        assert "a replica was lost in this synchronisation, which is done anew" in results[0].output
+        assert "a replica was lost in this synchronisation, which is repeated" in results[0].output
 
 
 def wait_for_death(group: Forks) -> None:
@@ -336,7 +336,7 @@ def test_what_the_survivor_has_trained_is_in_a_synchronisation_done_anew(
         run.start(0, patch=patch)
         run.start(1, patch=partial(patch, 0.0, moment, 2 if moment == "gather" else 1))
         result = run.running[0].finish()
-    assert result.code == 0 and "this synchronisation, which is done anew" in result.output, result.output
+    assert result.code == 0 and "this synchronisation, which is repeated" in result.output, result.output
     found = loaded(tmp_path / "replica_0", 8)
     assert distance(found, by_definition(options, lost_at=8)[0]) < 2e-6
     assert distance(found, by_definition(options)[0]) > 1e-3

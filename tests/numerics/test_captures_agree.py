@@ -76,4 +76,4 @@ def words_of_a_stage(cell: Cell) -> str:
 
 def test_a_stage_checks_what_it_rests_on() -> None:
     said, _ = run_on(2, words_of_a_stage, dataclasses.replace(FAST["two layers in PP 2, tied"], capture="dynamo"))
-    assert "the graph rests on model.layers.0.attention_norm.eps == 1e-05 (" in said and "it is 0.5 now" in said
+    assert "the graph depends on model.layers.0.attention_norm.eps == 1e-05 (" in said and "it is 0.5 now" in said

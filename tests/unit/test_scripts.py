@@ -338,7 +338,7 @@ def test_compare_captures_tells_by_its_exit_code(
     if counts:
         assert "graph 1 of 1: dynamo does not take it" in said and "changes model.calls (test_scripts.py:" in said
     else:
-        assert "graph 1 of 1: the same" in said and "\n  rests on model.config.dim == 256 (" in said
+        assert "graph 1 of 1: the same" in said and "\n  depends on model.config.dim == 256 (" in said
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has CUDA")

@@ -6,7 +6,7 @@ collective or for the host, then another does; one that is far ahead lets others
 clock, by shapes alone: all ranks choose the same order, and start their collectives in it. No value changes.
 
 What backward computes again needs nothing of the backward of the layers above it, so it may run earlier: at most one
-layer, and where there is a limit to memory, only as far as its values fit beside all that runs until they were due.
+layer, and where there is a limit to memory, only as far as its values fit alongside all that runs until they were due.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def stream_of(nodes: Iterable[Node]) -> Stream:
 
 
 class Room:
-    """The limit to memory beside a stream's nodes.
+    """The limit to memory alongside a stream's nodes.
 
     Args:
         held: by node the bytes held while it runs when nothing is early.
@@ -104,7 +104,7 @@ def interleaved(
     streams: Sequence[Stream], costs: Costs, before: Iterable[Node] = (), room: Room | None = None
 ) -> list[Node]:
     """Return the nodes of all streams in one order, which run after the nodes `before`; `room` is the limit to memory
-    beside a single stream."""
+    alongside a single stream."""
     clock, order = Clock(costs), list[Node]()
     for node in before:
         clock.advance(node)

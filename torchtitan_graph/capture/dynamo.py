@@ -288,7 +288,7 @@ class Guards:
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         taken = self._call.by_position(args, kwargs)
         if failed := self._strict.violated(taken):
-            raise UserError(f"the graph rests on {_by_name(failed)}: set it back to what it was, or capture again")
+            raise UserError(f"the graph depends on {_by_name(failed)}: set it back to what it was, or capture again")
         found = self._strict.inputs(*taken)
         if replaced := [self._strict.sources[i] for i, x in self._constants.items() if found[i] is not x]:
             raise UserError(

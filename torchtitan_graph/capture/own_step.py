@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from torchtitan_graph.errors import UserError
 
-REFERENCE = "reference"  # the name of the frozen model beside the trained one, and the prefix of its state and masks
+REFERENCE = "reference"  # the name of the frozen model next to the trained one, and the prefix of its state and masks
 PAGE = "see docs/train/goals.md"
 
 
@@ -98,7 +98,7 @@ class StepModel:
         """Return the logits of the reference model; they have no gradient."""
         if self._own.reference is None:
             raise UserError(
-                f"training.step = {self._own.name!r}: needs a frozen model beside the trained one; name its Hugging"
+                f"training.step = {self._own.name!r}: needs a frozen model next to the trained one; name its Hugging"
                 " Face folder in reference.path"
             )
         with torch.no_grad():

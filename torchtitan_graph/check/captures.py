@@ -65,7 +65,7 @@ class Comparison(NamedTuple):
             return [f"{name} does not take it: {why}" for name, why in self.refused.items()]
         if self.differences:
             return [f"they differ in {len(self.differences)} places ({took})", *(f"  {x}" for x in self.differences)]
-        checked = f"; {len(self.values)} values of Python that it rests on are checked by dynamo's alone"
+        checked = f"; {len(self.values)} values of Python that it depends on are checked by dynamo's alone"
         return [f"the same, {self.num_nodes} nodes ({took}){checked if self.values else ''}"]
 
 

@@ -242,7 +242,7 @@ def build_model(cell: Cell, device: str = "meta") -> Decoder:
 
 
 def build_reference(cell: Cell, device: str = "meta") -> Reference | None:
-    """Return the frozen model beside a cell's; its weights are random."""
+    """Return the frozen model next to a cell's; its weights are random."""
     if cell.reference is None:
         return None
     changes = dict(cell.reference)

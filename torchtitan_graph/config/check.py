@@ -609,8 +609,8 @@ def _notices(config: JobConfig) -> Iterator[Problem]:
     if degrees.pipeline_parallel_degree > 1 and degrees.overlap_microbatches == "auto" and not is_v:
         yield Problem(
             "parallelism.overlap_microbatches",
-            f"pipeline_parallel_schedule {degrees.pipeline_parallel_schedule} runs no forward beside a backward; take"
-            " DualPipeV for pairs",
+            f"pipeline_parallel_schedule {degrees.pipeline_parallel_schedule} runs no forward alongside a backward;"
+            " take DualPipeV for pairs",
         )
     if degrees.pipeline_parallel_degree == 1:
         yield from unused(config, f"there are no stages while {_PP} is 1", *stages, _PARTS)

@@ -505,7 +505,7 @@ class Training:
 
 @dataclass
 class Reference:
-    """A frozen model beside the trained one, for training.step: run forward only, and in no checkpoint."""
+    """A frozen model next to the trained one, for training.step: run forward only, and in no checkpoint."""
 
     path: str | None = option(
         None,
@@ -537,7 +537,7 @@ class Parallelism:
     )
     overlap_microbatches: bool | str = option(
         False,
-        "Run a microbatch's backward beside the next one's forward, or in a pipeline DualPipeV's pairs, as one graph:"
+        "Run a microbatch's backward with the next one's forward, or in a pipeline DualPipeV's pairs, as one graph:"
         " one computes while the other communicates; the activations of both are in memory. auto: where a step then"
         " takes less time by the estimate, and fits into the memory by the forecast; in a pipeline always with"
         " DualPipeV, and with no other schedule.",

@@ -30,7 +30,7 @@ from torchtitan_graph.nearest import GENERIC, did_you_mean, nearest
 MOST_TOLD = 30  # problems in one message
 COMMAND_LINE = "command line"
 TABLES = dict.fromkeys(key.rpartition(".")[0] for key in OPTIONS)
-NAMES = dict.fromkeys([*OPTIONS, *RENAMED, *UNSUPPORTED])  # of two names equally near the first is told
+NAMES = dict.fromkeys([*OPTIONS, *RENAMED, *UNSUPPORTED])  # of two names equally near the first is named
 
 
 class Setting(NamedTuple):

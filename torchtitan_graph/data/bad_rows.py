@@ -60,7 +60,7 @@ class BadRows:
         self._has_warned = False
 
     def read(self, read: Callable[[int], D], index: int) -> D | Skipped:
-        """Return document `index`, or what stands for a bad row; raise UserError for that where it is refused."""
+        """Return document `index`, or Skipped for a bad row; raise UserError for that where it is refused."""
         try:
             return read(index)
         except BadRow as error:

@@ -33,5 +33,5 @@ class Contexts(NamedTuple):
 
 
 # A text; or its token ids, without bos and eos, which packing adds; or all its tokens; or those of a pair, or of the
-# contexts of a conversation; or what stands for a bad row that is left out.
+# contexts of a conversation; or Skipped, for a bad row that is left out.
 Document = str | np.ndarray | Tokens | Pair | Contexts | Skipped

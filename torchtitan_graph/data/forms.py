@@ -202,13 +202,13 @@ class RowFormat:
             fitting = [kind for kind, parts in COLUMNS.items() if self.columns.keys() <= parts.keys()]
             there = [kind for kind in fitting if self._has_needed(row, kind)]
             return self._unless_preference((there or fitting)[0], place)
-        told = {
+        fits = {
             "text": "text" in row,
             "chat": "messages" in row or _OLDER in row,
             "completion": "prompt" in row and "completion" in row,
             "preference": "chosen" in row and "rejected" in row,
         }
-        found = [kind for kind, is_there in told.items() if is_there]
+        found = [kind for kind, is_there in fits.items() if is_there]
         if len(found) > 1:
             raise UserError(
                 f"{place}: its columns {_shortened(sorted(row))} can be read as {' or '.join(found)}: choose by"

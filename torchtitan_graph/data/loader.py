@@ -128,8 +128,8 @@ class DataLoader:
         self._iterator: Iterator[tuple[Batch, list[Cursor], Counts] | UserError] | None = None
         self._ahead: deque[tuple[Batch, list[Cursor], Counts]] = deque()
         self._counted = Counts()  # of all ranks when the position was loaded
-        self._counts = Counts()  # of this rank since, and what the other replicas' same ranks have told
-        self._not_told = Counts()  # of this rank since the last exchange
+        self._counts = Counts()  # of this rank since, and of the same ranks of other replicas, as exchanged
+        self._not_exchanged = Counts()  # of this rank since the last exchange
         self._batches = 0  # taken since the start, or since load_state_dict
         self._first_row, self._origin, self._cursors = rows.start()
 
@@ -192,7 +192,7 @@ class DataLoader:
             self._targets.index_add_(0, torch.tensor([place.source for place in places]), targets_B)
         self._batches += 1
         self._counts += counts
-        self._not_told += counts
+        self._not_exchanged += counts
         return batch
 
     @property
@@ -214,15 +214,15 @@ class DataLoader:
         Returns:
             the sums of `own` over the replicas.
         """
-        sums = [*own, *self._not_told, *self._targets.tolist()]
+        sums = [*own, *self._not_exchanged, *self._targets.tolist()]
         cursors = [number for cursor in self._cursors for number in cursor]
-        told = gather(sums + cursors)
-        first, last = len(own), len(own) + len(self._not_told)
-        total = [sum(numbers) for numbers in zip(*(each[: len(sums)] for each in told), strict=True)]
-        self._counts += Counts(*(a - b for a, b in zip(total[first:last], self._not_told, strict=True)))
-        self._not_told = Counts()
+        received = gather(sums + cursors)
+        first, last = len(own), len(own) + len(self._not_exchanged)
+        total = [sum(numbers) for numbers in zip(*(each[: len(sums)] for each in received), strict=True)]
+        self._counts += Counts(*(a - b for a, b in zip(total[first:last], self._not_exchanged, strict=True)))
+        self._not_exchanged = Counts()
         self._targets.copy_(torch.tensor(total[last:]))
-        lanes = [max(cursors) for cursors in zip(*(_cursors(each[len(sums) :]) for each in told), strict=True)]
+        lanes = [max(cursors) for cursors in zip(*(_cursors(each[len(sums) :]) for each in received), strict=True)]
         self._cursors = lanes
         return total[:first]
 
@@ -338,7 +338,7 @@ class DataLoader:
         """Return to the position that was loaded last, or to the beginning; the next batch is the first from there."""
         self._iterator = None
         self._ahead.clear()
-        self._batches, self._counts, self._not_told = 0, Counts(), Counts()
+        self._batches, self._counts, self._not_exchanged = 0, Counts(), Counts()
         self._targets.zero_()
         self._first_row, self._origin, self._cursors = self._rows.start()
         return self

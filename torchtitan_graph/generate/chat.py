@@ -18,7 +18,7 @@ from torchtitan_graph.generate.generation import Options, generate
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.parallel.agree import on_rank_0
 
-HELP = "/reset begins anew, /system TEXT sets the system prompt and begins anew, Ctrl-C stops an answer, Ctrl-D ends"
+HELP = "/reset starts again, /system TEXT sets the system prompt and starts again, Ctrl-C stops an answer, Ctrl-D ends"
 
 
 class Chat:
@@ -61,7 +61,7 @@ class Chat:
         except KeyboardInterrupt:
             pass  # what was said of it stays
         except UserError as error:
-            _print(f"{error}; /reset begins anew")
+            _print(f"{error}; /reset starts again")
         _print("\n")
         if said:
             self._messages = [*asked, {"role": "assistant", "content": said.strip()}]

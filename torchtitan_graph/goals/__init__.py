@@ -1,4 +1,4 @@
-"""Training steps for `training.step`, beside the loss of a model's logits: see docs/train/goals.md."""
+"""Training steps for `training.step`, in place of the loss of a model's logits alone: see docs/train/goals.md."""
 
 from torchtitan_graph.goals.distillation import distillation
 from torchtitan_graph.goals.preference import dpo

@@ -43,7 +43,7 @@ _OF_ROWS = {
 }
 _LOST = ("GPU requires reset", "GPU is lost")  # in place of a value
 
-# Xid errors after which a GPU has to be reset or replaced. Others come from the program, or are told by fields above.
+# Xid errors after which a GPU has to be reset or replaced. Others come from the program, or are shown by fields above.
 _XIDS = {
     46: "the GPU stopped processing",
     48: "an uncorrectable memory error",

@@ -94,7 +94,7 @@ def main(words: Sequence[str]) -> int:
     check_beginning(config, is_new=False)  # whether the job's volume has a checkpoint is not known here
     _check_dump_folder(options, config)
     if not config.checkpoint.enable:
-        logger.warning("checkpoint.enable = false: when the job is started again, it begins anew")
+        logger.warning("checkpoint.enable = false: when the job is started again, it begins at the first step")
     text = in_yaml(manifest(options, config))
     print(text, end="") if options.out is None else write_result("--out", options.out, text)
     return 0

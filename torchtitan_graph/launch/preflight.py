@@ -171,7 +171,7 @@ def merge(*parts: Problems) -> Problems:
 
 
 def not_read(reports: dict[int, dict[str, Any]]) -> dict[str, list[str]]:
-    """Return the nodes on which a tool told nothing, by what it was and why."""
+    """Return the nodes on which a tool printed nothing, by what it was and why."""
     nodes: dict[str, list[str]] = {}
     for each in reports.values():
         if each["not_read"]:

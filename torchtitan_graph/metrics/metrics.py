@@ -187,7 +187,7 @@ class Metrics:
             tokens_by_source: all ranks' targets of each corpus of a mixture.
             skipped_steps: how many were skipped since the run's beginning, where steps that leap are.
             roll_backs: how often the run had gone back before this step, where it may.
-            replicas: the replicas that live, the steps done anew and the seconds of healing so far, where there are
+            replicas: the replicas that live, the steps repeated and the seconds of healing so far, where there are
                 replica groups.
         """
         self.loss = loss

@@ -433,7 +433,7 @@ class Model(Decoder):
         adapt_attention([self.get_submodule(name) for name in self._attentions])
 
     def _stage_modules(self) -> list[tuple[str, nn.Module]]:
-        """Return the blocks and the modules beside their list, with and without parameters."""
+        """Return the blocks and the modules alongside their list, with and without parameters."""
         base = self._list.rpartition(".")[0]
         beside = [
             (f"{base}.{n}", m) for n, m in self.get_submodule(base).named_children() if f"{base}.{n}" != self._list

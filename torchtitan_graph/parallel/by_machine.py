@@ -8,7 +8,7 @@ copies lie in the order of direct rows, so that all that experts compute is the 
 direct one, a row for each slot, added at home in the same order (exact); or sums: each rank adds a token's rows, then
 each machine, then home, which rounds otherwise and is as short as the way out.
 
-What goes where is told by counts, which reach the host once a layer, and by two small exchanges: which ranks of its
+Counts, which reach the host once a layer, say what goes where, and so do two small exchanges: which ranks of its
 machine each row goes on to, and for each slot which of its source's rows it is. Backward needs the places alone: they
 are kept.
 """

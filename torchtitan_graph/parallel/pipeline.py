@@ -30,7 +30,7 @@ EARLIER, NEXT = "earlier_", "next_"
 
 
 def beside(place: int) -> str:
-    """Return the name of the part that runs a stage's forward beside backward of a stage of the same rank, given the
+    """Return the name of the part that runs a stage's forward alongside backward of a stage of the same rank, given the
     latter's place among the rank's stages."""
     return f"beside_{place}"
 
@@ -44,9 +44,9 @@ class StageGraph(NamedTuple):
     passed        example of the activation sent between stages, on meta: in training, and in evaluation; empty where
                   there is one stage
     reduce_dtype  of the sum of gradients over the microbatches
-    joined        of a whole model: FIRST is `gather` beside `forward`, BACKWARD `backward` beside the sums of its
-                  gradients with the earlier ones, PAIR that beside the next microbatch's `forward`, where pairs are to
-                  run, and LAST `backward` beside the last sums and `reduce`. Of a pipeline's stage: `forward` beside
+    joined        of a whole model: FIRST is `gather` alongside `forward`, BACKWARD `backward` alongside the sums of its
+                  gradients with the earlier ones, PAIR that alongside the next microbatch's `forward`, where pairs are
+                  to run, and LAST `backward` beside the last sums and `reduce`. Of a pipeline's stage: `forward` beside
                   backward of the rank's other stages, by `beside`, as the schedule's pairs ask
     """
 
@@ -121,7 +121,7 @@ class Stage:
         self._take_sums(i, self._call(BACKWARD[i > 0], held), held)
 
     def pair(self, i: int, following: Inputs) -> None:
-        """Do so beside forward on the next microbatch."""
+        """Do so alongside forward on the next microbatch."""
         theirs = self._given(*following())
         held = self._held.pop(i) | {NEXT + name: x for name, x in theirs.items()} | self._earlier()
         given = self._call(PAIR[i > 0], held)
@@ -167,8 +167,8 @@ class Stage:
     def forward_beside(
         self, i: int, inputs: Inputs, x: Tensor | None, place: int, other: Stage, j: int, dy: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Run forward on microbatch `i` beside backward of the rank's stage at `place`, `other`, on microbatch `j`, and
-        add its gradients to the sums; return the results of both."""
+        """Run forward on microbatch `i` alongside backward of the rank's stage at `place`, `other`, on microbatch `j`,
+        and add its gradients to the sums; return the results of both."""
         theirs, mine = other._held.pop(j), self._given(*inputs(), x)
         if dy is not None:
             theirs[other._input_names[-1]] = dy

@@ -36,7 +36,7 @@ class Schedule:
     stages   the modules of each stage, by name
     actions  of each rank along pp, in order
     rank_of  each stage's rank along pp
-    pairs    forwards that run beside the backward right behind them, as one
+    pairs    forwards that run alongside the backward right behind them, as one
     """
 
     stages: tuple[tuple[str, ...], ...]
@@ -200,7 +200,7 @@ def _check_pairs(options: job.Parallelism, pairs: Pairs) -> None:
         of_csv = options.pipeline_parallel_schedule_csv is not None
         what = f"the schedule of {_CSV}" if of_csv else options.pipeline_parallel_schedule
         raise UserError(
-            f"parallelism.overlap_microbatches = true: {what} runs no forward beside a backward; take"
+            f"parallelism.overlap_microbatches = true: {what} runs no forward alongside a backward; take"
             ' pipeline_parallel_schedule = "DualPipeV", or set it to false'
         )
 

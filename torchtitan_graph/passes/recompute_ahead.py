@@ -1,4 +1,4 @@
-"""Recomputation of a layer beside the backward of the one above it."""
+"""Recomputation of a layer alongside the backward of the one above it."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@
 
 It builds the graphs that the run would execute, passes included, as a dry run does; nothing is allocated or sent. All
 options of training are taken too. A device is a file of figures with their sources: torchtitan_graph/rates/h100.toml
-and others beside it, or one of your own.
+and others alongside it, or one of your own.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def forecast(config: JobConfig, world_size: int, rates: Rates, cpu: ThisCpu | No
 
 
 def beside_hsdp(plan: JobForecast, rates: Rates, cpu: ThisCpu | None) -> outlook.Hsdp:
-    """Return a forecast of replica groups beside that of HSDP on the same ranks."""
+    """Return a forecast of replica groups alongside that of HSDP on the same ranks."""
     job, tokens = plan.job, plan.job.tokens_per_step
     degree = job.dims.dp_replicate * job.options.num_replicas
     config = dataclasses.replace(
@@ -142,7 +142,7 @@ def beside_hsdp(plan: JobForecast, rates: Rates, cpu: ThisCpu | None) -> outlook
         fault_tolerance=FaultTolerance(),
         parallelism=dataclasses.replace(job.config.parallelism, data_parallel_replicate_degree=degree),
     )
-    logger.info(f"beside it HSDP: {DP_REPLICATE} {degree}")
+    logger.info(f"alongside it HSDP: {DP_REPLICATE} {degree}")
     try:
         check(config, job.num_ranks)
         other, _ = forecast(config, job.num_ranks, rates, cpu)

@@ -25,7 +25,7 @@ are dealt to the groups that live, so that with k away training runs at the spee
 
     v(k) = ceil(M / G) / ceil(M / (G - k))
 
-With k away, groups fail at (G - k) r, and as often one comes back to that k. A failure costs a step, done anew, and D,
+With k away, groups fail at (G - k) r, and as often one comes back to that k. A failure costs a step, repeated, and D,
 until the others go on: D v(k + 1) of work. A group that comes back copies its state from another, while all wait:
 H v(k) of work. That is to first order in these times over the time between two failures. When the last group fails, at
 the rate P(G - 1) r, the run goes back to a checkpoint, as in Note [Failures], once the first group is back, A / G
@@ -77,7 +77,7 @@ class Replicas:
     interval_steps       the best number of steps between two saves, for when all groups fail; those of a day at most
     goodput              share of the time in which the run makes progress, at the speed of all groups
     fewer, stops         shares of the time that it loses by slower steps of fewer groups; and by stops at failures and
-                         returns, steps done anew among them
+                         returns, steps repeated among them
     """
 
     groups: int

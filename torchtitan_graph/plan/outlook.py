@@ -39,7 +39,7 @@ from torchtitan_graph.steps.interleave import with_joined, with_pairs
 
 _HOUR, _GB = 3600.0, 1e9
 _RESTART_MINUTES = 10.0  # assumed: a job is scheduled, and its processes start and load a checkpoint
-_DETECT_SECONDS = 10.0  # assumed: heartbeats stop for 5 s, torchft's default, and communicators are made anew
+_DETECT_SECONDS = 10.0  # assumed: heartbeats stop for 5 s, torchft's default, and communicators are made again
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -176,7 +176,7 @@ class Uneven:
 
 @dataclasses.dataclass(frozen=True)
 class Hsdp:
-    """A job of replica groups beside one of the same ranks with as many copies of the model in one mesh, by HSDP.
+    """A job of replica groups alongside one of the same ranks with as many copies of the model in one mesh, by HSDP.
 
     with_groups_s  seconds of a step of the job
     tokens         of a step of either
@@ -275,7 +275,8 @@ def look_ahead(args: argparse.Namespace, plan: JobForecast, prices: Prices, hsdp
     """Return the requested additions to a forecast.
 
     Args:
-        hsdp: the forecast of a job of replica groups beside HSDP's. The failures of a job without groups are then its.
+        hsdp: the forecast of a job of replica groups alongside HSDP's. The failures of a job without groups are then
+        its.
 
     Raises:
         UserError: the loads don't fit the model.

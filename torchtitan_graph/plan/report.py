@@ -23,7 +23,7 @@ _MUCH = 1 / 3  # of a step
 _HOST, _STAGES = "the host", "other stages"
 _TO_HOST, _FROM_HOST = "to the host", "from the host"
 _FEWER_GATHERS = "a larger training.local_batch_size, so that weights are gathered for fewer microbatches"
-# The keys of the device's file that each part of a step rests on; none was measured in a run of this program.
+# The keys of the device's file that each part of a step depends on; none was measured in a run of this program.
 _OF_A_COLLECTIVE = "network_share"
 _RESTS_ON = {
     PRODUCT: "product_share, fp8_share, message_share",

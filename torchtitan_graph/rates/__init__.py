@@ -66,7 +66,7 @@ class Rates(NamedTuple):
 
 
 _MAY_BE_ZERO = ("reserved_gib", "launch", "kernel", "near_hop", "far_hop", "fusion_share", "message_share")
-_MOST_OF_MESSAGES = 0.9  # a device computes beside its collectives
+_MOST_OF_MESSAGES = 0.9  # a device computes alongside its collectives
 # The legal range of each figure, to detect one in another unit: 989 for 989e12 FLOP/s, 6 for 6e-6 s.
 _UNITS: dict[str, tuple[str, float, float]] = {
     **dict.fromkeys(("fp8", "half", "full"), ("FLOP/s", 1e7, 1e19)),

@@ -45,7 +45,7 @@ class _Manager(Manager):
 
 
 class _KnowsMembers:
-    """Of a group that is made anew for each quorum: the numbers of the replicas in it, and whether it was not used."""
+    """Of a group that is made again for each quorum: the numbers of the replicas in it, and whether it was not used."""
 
     _timeout: timedelta
 
@@ -105,7 +105,7 @@ class NCCLOverReplicas(_KnowsMembers, ProcessGroupNCCL):
 def group_over_replicas(
     device: torch.device, host: str, connect: timedelta, timeout: timedelta
 ) -> GlooOverReplicas | NCCLOverReplicas:
-    """Return the group of the same rank of all replicas that live, made anew for each quorum."""
+    """Return the group of the same rank of all replicas that live, made again for each quorum."""
     return NCCLOverReplicas(timeout) if device.type == "cuda" else GlooOverReplicas(host, connect, timeout)
 
 

@@ -1,4 +1,4 @@
-"""What DiLoCo keeps of a model beside it: each parameter's value as of its last synchronisation, and the outer
+"""What DiLoCo keeps of a model next to it: each parameter's value as of its last synchronisation, and the outer
 optimizers' momentum."""
 
 from __future__ import annotations

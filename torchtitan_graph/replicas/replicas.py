@@ -11,8 +11,8 @@ the others, which holds the same shards. A step is:
 3. Each group computes its gradients, summed over its own ranks. They are then summed over the replicas, in place,
    message by message as they were made: where they come from one graph, while that still runs for the last of the
    group's microbatches.
-4. Each group's ranks vote. If one of them lost another replica, the group does the step anew, from its position before,
-   with those that live then. A group that others have left behind heals in the next quorum.
+4. Each group's ranks vote. If one of them lost another replica, the group does the step again, from its position
+   before, with those that live then. A group that others have left behind heals in the next quorum.
 5. Clipping and the optimizer run in each group alone: all have the same numbers.
 
 A replica whose link to the lighthouse is cut after a quorum may do the step that the others do without it. The states
@@ -106,7 +106,7 @@ class Replicas:
 
     living   the numbers of the replicas that live, this one among them
     place    the index of this one among those
-    redone   steps that were done anew so far, for a replica was lost
+    redone   steps that were repeated so far, for a replica was lost
     stop_signal  the signal that ended the wait for a quorum, or 0
     """
 
@@ -151,14 +151,14 @@ class Replicas:
         self._reach_lighthouse(time.monotonic(), math.inf)
 
     def _wait_for_address(self) -> str:
-        begin = told = time.monotonic()
+        begin = warned = time.monotonic()
         while (address := self._find_address()) is None:
             if stop.received() or time.monotonic() > begin + self._table.join_timeout_seconds:
                 raise UserError(
                     f"fault_tolerance.lighthouse = 'auto': no lighthouse says in {self._folder / LIGHTHOUSE} where it"
                     " is; start python -m torchtitan_graph.launch.lighthouse with the options of this run"
                 )
-            told = self._maybe_warn(begin, told, f"no lighthouse says in {self._folder / LIGHTHOUSE} where it is")
+            warned = self._maybe_warn(begin, warned, f"no lighthouse says in {self._folder / LIGHTHOUSE} where it is")
             time.sleep(0.5)
         return address
 
@@ -197,7 +197,7 @@ class Replicas:
         manager = self._manager or self._reach_lighthouse(began, most_s)
         if manager is None:
             return LEAVES
-        trial, told, mine = _Trial(manager), began, LEAVES
+        trial, warned, mine = _Trial(manager), began, LEAVES
         late = f"fewer than {self._table.min_replicas} replicas live, or one is late"
         while not self._leaves(began, most_s):
             if trial.ended.wait(0.2):
@@ -207,7 +207,7 @@ class Replicas:
                 mine = NO_LIGHTHOUSE
                 break
             receives = self._transport.is_receiving
-            told = self._maybe_warn(began, told, "it receives the state of another one" if receives else late)
+            warned = self._maybe_warn(began, warned, "it receives the state of another one" if receives else late)
         met = self._max_in_group(mine)
         if met == MET and trial.received is not None:
             self._lineage = trial.received.rest.pop("lineage")
@@ -251,18 +251,18 @@ class Replicas:
     def _stop_after_s(self) -> float:
         return STOP_AFTER_S
 
-    def _maybe_warn(self, began: float, told: float, why: str) -> float:
+    def _maybe_warn(self, began: float, warned: float, why: str) -> float:
         """Log a warning if the last one, or the beginning, is a while ago; return when it was logged."""
         now = time.monotonic()
-        if now < told + TELL_AFTER_S:
-            return told
+        if now < warned + TELL_AFTER_S:
+            return warned
         if dist.get_rank() == 0:
             logger.warning(f"replica {self._table.replica} has waited for {now - began:.0f} s: {why}")
         return now
 
     def _reach_lighthouse(self, began: float, most_s: float) -> Manager | None:
         """Connect to the lighthouse, as long as that takes, and make a manager; None if this group leaves."""
-        told = began
+        warned = began
         while True:
             mine = self._make_manager_on_rank_0() if dist.get_rank() == 0 else MET
             reached = self._max_in_group(LEAVES if self._leaves(began, most_s) else mine)
@@ -271,7 +271,7 @@ class Replicas:
             if reached == MET:
                 break
             time.sleep(0.2)
-            told = self._maybe_warn(began, told, f"the lighthouse, {self._lighthouse}, does not answer")
+            warned = self._maybe_warn(began, warned, f"the lighthouse, {self._lighthouse}, does not answer")
         host, port = on_rank_0(lambda: (self._host, self._store.port if self._store else 0), self._ranks)
         if dist.get_rank():
             self._store = dist.TCPStore(host, port, is_master=False, timeout=self._timeout)
@@ -375,18 +375,18 @@ class Replicas:
         try:
             self._group.allow(options.timeout)
             self._wait(self._group.allgather([everyones], [mine], options))
-            told = [each.tolist() for each in everyones]
+            received = [each.tolist() for each in everyones]
             if (problem := self._group.errored()) is not None:  # an aborted message of NCCL raises nothing
                 raise RuntimeError(str(problem))
         except RuntimeError as error:
             self._report(error)
             return [numbers]
-        lineages = [lineage for lineage, *_ in told]
+        lineages = [lineage for lineage, *_ in received]
         if len({*lineages}) > 1:
             self._report(RuntimeError("replicas did the same step apart, and are not alike: some heal"))
             self._is_another = self._lineage != lineages[0]
             return [numbers]
-        return [others for _, *others in told]
+        return [others for _, *others in received]
 
     def begin_sum(self, memory: Tensor) -> None:
         """Begin to add up, in place, a block of memory that has gradients, and that the step's other work leaves alone
@@ -437,7 +437,7 @@ class Replicas:
             return None
 
     def commit(self) -> bool:
-        """Return the vote of this group's ranks: whether the step counts, or is done anew."""
+        """Return the vote of this group's ranks: whether the step counts, or is repeated."""
         assert self._manager is not None, "of this quorum"
         committed = bool(self._manager.should_commit())
         if committed:
@@ -453,11 +453,11 @@ class Replicas:
         self._lineage = zlib.crc32(repr((self._lineage, self.living)).encode())
 
     def note_loss(self, what: str) -> None:
-        """Count what is done anew, for a replica was lost in it, and log it."""
+        """Count what is repeated, for a replica was lost in it, and log it."""
         self.redone += 1
         if dist.get_rank() == 0:
             why = _first_line(self._error())
-            logger.warning(f"a replica was lost in this {what}, which is done anew: {why}")
+            logger.warning(f"a replica was lost in this {what}, which is repeated: {why}")
 
     @property
     def saves(self) -> bool:
@@ -466,7 +466,7 @@ class Replicas:
         return self.place == 0 or self._has_left
 
     def numbers(self) -> dict[str, float]:
-        """Return the numbers to log: replicas that live, steps done anew, and seconds that healing took."""
+        """Return the numbers to log: replicas that live, steps repeated, and seconds that healing took."""
         return {
             "replicas": len(self.living),
             "redone_steps": self.redone,

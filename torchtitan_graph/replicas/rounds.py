@@ -5,12 +5,12 @@ A round is the steps between two synchronisations: sync_steps / num_fragments of
 its own part of each step's rows, with the denominator of its own targets. At its end:
 
 1. The quorum says who lives. A group that has just started, or that others have left behind, heals from one that is at
-   a round's end too: parameters, the optimizer's state, and what DiLoCo keeps beside them.
+   a round's end too: parameters, the optimizer's state, and what DiLoCo keeps alongside them.
 2. The groups exchange how far each has read and how many targets it has trained on; each then knows the position in the
    data, reads over the rows of groups that were lost, and takes the part of the next steps that the quorum gives it.
 3. torchft averages over the groups that live: the parameters (LocalSGD), or how far those of a fragment have come since
    its last synchronisation (DiLoCo), which its outer optimizer takes for a gradient.
-4. Each group's ranks vote. After a no the group does all this anew, from the parameters that it had trained. If others
+4. Each group's ranks vote. After a no the group does all this again, from the parameters that it had trained. If others
    had a yes, they are in the next round, and this group waits for its end and heals.
 
 With a delay, 3 begins so many steps before the round's end, after 1 and 2, and ends with it, after another 2. The new

@@ -127,7 +127,7 @@ class RunFolder:
 
     def _wait_for_replicas(self, others: Sequence[Path], most_s: float, steps: int) -> None:
         assert self.status is not None, "rank 0 has it"
-        begin = told = time.monotonic()
+        begin = warned = time.monotonic()
         with self.status.during(WAITING):
             self.status.write()  # the others look for it
             while not stop.received() and (now := time.monotonic()) < begin + most_s:
@@ -136,8 +136,8 @@ class RunFolder:
                     break
                 if any(_has_finished(other, steps) for other in others):
                     break
-                if now > told + 10:
-                    told = now
+                if now > warned + 10:
+                    warned = now
                     missing = [path.name for path, each in zip(others, doing, strict=True) if each is None]
                     logger.info(f"waiting for {', '.join(missing) or 'others that start'}, at most {most_s:.0f} s")
                 time.sleep(0.2)
@@ -149,7 +149,7 @@ class RunFolder:
             self.status.done(step, loss, replicas)
 
     def lose(self, seconds: float) -> None:
-        """Count so many of the last seconds as lost: a step is done anew."""
+        """Count so many of the last seconds as lost: a step is repeated."""
         if self.status:
             self.status.lose(seconds)
 

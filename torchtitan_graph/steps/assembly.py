@@ -40,7 +40,7 @@ class Assembly:
     layout   of the ranks; this rank's place in it
     options  of the steps
     capture  how a step becomes a graph
-    reference  the frozen model beside it, on the meta device, if there is one
+    reference  the frozen model next to it, on the meta device, if there is one
     """
 
     model: Decoder

@@ -56,7 +56,7 @@ class Steps:
     seq_len: int = 1  # of the rows whose FLOPs are counted
     recorders: Recorders | None = None
     quantized: Float8State | None = None
-    reference: Decoder | None = None  # the frozen model beside it
+    reference: Decoder | None = None  # the frozen model next to it
     sync: Callable[[bool], None] | None = None  # called before a microbatch of eager steps: whether it is the last
 
     @property

@@ -106,7 +106,7 @@ def _check_loss_chunks(config: JobConfig, model: Decoder, dims: ParallelDims, op
 def check_reference(
     config: JobConfig, model: Decoder, reference: Reference, dims: ParallelDims, options: StepOptions
 ) -> None:
-    """Check that the frozen model beside the trained one reads the same tokens, and can be laid out.
+    """Check that the frozen model next to the trained one reads the same tokens, and can be laid out.
 
     Raises:
         UserError: as `check_plan`, another vocabulary, or rows or a layout that it can't take.

@@ -65,7 +65,7 @@ def peak_of_stages(graphs: Mapping[int, StageGraph], schedule: Schedule, rank: i
             if action in schedule.pairs:
                 _, theirs, i = schedule.pairs[action]
                 run = beside(places.index(theirs))
-                where += f", beside backward of {i} in stage {theirs}"
+                where += f", alongside backward of {i} in stage {theirs}"
             if action not in together:
                 peak = max(peak, needs[stage, run].beside(held, where, (stage, run)), key=_size)
             if name in ("forward", "input"):

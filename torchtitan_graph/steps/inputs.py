@@ -72,7 +72,7 @@ def of_this_rank(
     Args:
         totals: as in `Rows`.
         on_host: the same rows in the host's memory, to compute segments without waiting for the device.
-        reference: a model beside this one, whose masks are added.
+        reference: a model next to this one, whose masks are added.
     """
     L, device = whole.tokens_BL.shape[1], whole.tokens_BL.device
     degree = layout.degree(CP)

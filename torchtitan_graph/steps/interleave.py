@@ -39,7 +39,7 @@ def with_joined(stage: StageGraph, costs: Costs, num_microbatches: int, in_pairs
 
 
 def with_pairs(stages: Mapping[int, StageGraph], schedule: Schedule, rank: int, costs: Costs) -> dict[int, StageGraph]:
-    """Return a rank's stages with the parts that run forward of one beside backward of another, as its pairs ask."""
+    """Return a rank's stages with the parts that run forward of one alongside backward of another, as its pairs ask."""
     made, places = dict(stages), list(stages)
     for forward, backward in schedule.pairs_of(rank):
         stage, other = made[forward], stages[backward]
@@ -48,7 +48,7 @@ def with_pairs(stages: Mapping[int, StageGraph], schedule: Schedule, rank: int, 
         mine = _named_next(stage.parts.by_name["forward"], ())
         kept |= {other.parts.outputs["output"].get("dx", ""), *mine.gives}
         part = join([*theirs, mine], costs, kept)
-        part.gm.meta["name"] = f"stage {forward}, forward beside backward of stage {backward}"
+        part.gm.meta["name"] = f"stage {forward}, forward alongside backward of stage {backward}"
         made[forward] = stage._replace(joined={**stage.joined, beside(places.index(backward)): part})
     return made
 

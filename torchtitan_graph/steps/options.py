@@ -76,7 +76,7 @@ class StepOptions:
     exchange         how tokens are exchanged for experts, besides by machine or not
     once             the parameters that a whole model's step gathers, and whose gradients it reduces, once: NONE,
                      EXPERTS, ALL, or AUTO: as memory allows
-    pairs            a whole model's step runs a microbatch's backward beside the next one's forward; AUTO: if that
+    pairs            a whole model's step runs a microbatch's backward alongside the next one's forward; AUTO: if that
                      takes less time by the estimate, as memory allows
     precompiled      folder of rewritten graphs to read instead of tracing
     budget_gib       a rank's memory limit in all, in place of the fraction of `recompute.budget`

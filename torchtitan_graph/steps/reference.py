@@ -1,4 +1,4 @@
-"""The reference model: frozen, beside the trained one, run forward only. A user's step reads its logits.
+"""The reference model: frozen, alongside the trained one, run forward only. A user's step reads its logits.
 
 It is no part of the trained model: no checkpoint, export, optimizer or count has it. Its weights are read from its
 folder whenever the run starts. In a graph its state is named after the trained model's, as `reference.layers.0...`.
@@ -36,7 +36,7 @@ class Reference(NamedTuple):
 
     @property
     def blocks(self) -> dict[str, nn.Module]:
-        """Its blocks, by their names beside the trained model's."""
+        """Its blocks, by their names alongside the trained model's."""
         return {f"{REFERENCE}.{name}": block for name, block in self.model.blocks.items()}
 
     def check_weights(self) -> None:
@@ -75,8 +75,8 @@ def masks_beside(
     places_L: Tensor | None,
     device: torch.device,
 ) -> dict[str, Any]:
-    """Return the masks of the reference model under their names beside those of the trained one; none if they are the
-    same."""
+    """Return the masks of the reference model under their names alongside those of the trained one; none if they are
+    the same."""
     if reference is None or shares_masks(model, reference):
         return {}
     masks = reference.masks(documents_BL, positions_BL, places_L, device)

@@ -14,7 +14,7 @@ class PipelineAction(NamedTuple):
     microbatch: int
 
 
-Pairs = Mapping[PipelineAction, PipelineAction]  # a forward -> the backward right behind it, which runs beside it
+Pairs = Mapping[PipelineAction, PipelineAction]  # a forward -> the backward right behind it, which runs alongside it
 
 _KINDS = ("F", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B")  # torch's, without all-gathers
 

@@ -454,7 +454,7 @@ def test_the_rate_after_a_schedule_is_said(arguments: str, said: str) -> None:
 def test_auto_in_a_pipeline_without_pairs_is_said_to_do_nothing() -> None:
     words = ["--parallelism.pipeline_parallel_degree", "2", "--parallelism.overlap_microbatches=auto"]
     (notice,) = check(load([*words, "--training.local_batch_size", "8"]), 2)
-    assert "overlap_microbatches = 'auto': pipeline_parallel_schedule 1F1B runs no forward beside" in notice
+    assert "overlap_microbatches = 'auto': pipeline_parallel_schedule 1F1B runs no forward alongside" in notice
     assert check(load([*words, "--parallelism.pipeline_parallel_schedule", "DualPipeV"]), 2) == []
 
 

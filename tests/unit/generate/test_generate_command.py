@@ -169,7 +169,7 @@ def test_a_chat_answers_what_the_rendered_conversation_is_continued_with(
     assert answers[0] == answers[2] == first
     assert answers[1] == continued(f"<user>hello<assistant>{first.strip()}<|eos|><user>again<assistant>")
     assert answers[3] == continued("<system>be kind<user>hello<assistant>") != first
-    assert answers[4].startswith("/what: no command; /reset begins anew")
+    assert answers[4].startswith("/what: no command; /reset starts again")
 
 
 def test_an_answer_can_be_stopped_and_one_that_fails_is_forgotten(
@@ -188,7 +188,7 @@ def test_an_answer_can_be_stopped_and_one_that_fails_is_forgotten(
 
     monkeypatch.setattr(chat_module, "generate", spoilt)
     monkeypatch.setattr("sys.stdin", io.StringIO("zero\none\ntwo\n"))
-    assert run(chatting, "--chat") == "too long; /reset begins anew\nso \nso far\n"
+    assert run(chatting, "--chat") == "too long; /reset starts again\nso \nso far\n"
     assert seen[2][0] == "<|bos|><user>one<assistant>so<|eos|><user>two<assistant>"
 
 

@@ -195,7 +195,7 @@ def test_stages_as_named() -> None:
             ["2 layers can't fill 4 stages"],
         ),
         ({"schedule": "DualPipeV", "num_microbatches": 3}, ["4, not 3", "global_batch_size", "ZBVZeroBubble"]),
-        ({"overlap_microbatches": True}, ["overlap_microbatches = true: 1F1B runs no forward beside", "DualPipeV"]),
+        ({"overlap_microbatches": True}, ["overlap_microbatches = true: 1F1B runs no forward alongside", "DualPipeV"]),
         ({"most_deferred": 2}, ["pipeline_parallel_deferred_weights = 2: 1F1B puts no weights"]),
         ({"schedule": "Interleaved1F1B", "num_microbatches": 5}, ["5 microbatches", "multiple of", "2"]),
         ({"module_fqns_per_model_part": [["norm"]] * 5}, ["5 parts on", "degree 2: 1F1B needs one on each rank"]),
@@ -246,7 +246,7 @@ def test_pairs_of_ones_own_run_side_by_side_only_where_that_is_asked(tmp_path: P
     with pytest.raises(UserError, match="side by side run a forward and the backward of another stage"):
         plan(**both)
     file.write_text(GOOD)
-    with pytest.raises(UserError, match="the schedule of .*_csv runs no forward beside a backward"):
+    with pytest.raises(UserError, match="the schedule of .*_csv runs no forward alongside a backward"):
         plan(num_microbatches=2, schedule_csv=str(file), overlap_microbatches=True)
 
 

@@ -65,7 +65,7 @@ def test_sums_pass(function: Any, options: dict[str, Any]) -> None:
         (lambda m, b: cross_entropy(m, b, "none"), "must return the sum of the loss"),
         (lambda m, b: m(b).detach().sum(), "does not depend on model"),
         (lambda m, b: m(b).mean() * (m(b) * 1.0).detach().numel() ** 0.5, "depends on how rows"),
-        (dpo, "needs a frozen model beside the trained one; name its Hugging Face folder in reference.path"),
+        (dpo, "needs a frozen model next to the trained one; name its Hugging Face folder in reference.path"),
         (lambda m, b: m.without_adapters(b).sum(), "the model has no adapters; set model.lora.rank"),
     ],
 )

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torchtitan_graph.models.hf.places import Files, live_tensors
 from torchtitan_graph.parallel.chunk import chunk_of
 
-# Of a model that is one part of several, such as a language model beside a vision tower: before its names, in place of
+# Of a model that is one part of several, such as a language model next to a vision tower: before its names, in place of
 # what a name then begins with.
 PREFIXES = (("", ""), ("language_model.", ""), ("model.language_model.", "model."))
 
@@ -80,7 +80,7 @@ def converted_places(model: nn.Module, files: Files) -> tuple[list[Converted], l
     found = []
     for prefix, instead in PREFIXES:
         real = {instead + name.removeprefix(prefix): name for name in shapes if name.startswith(prefix)}
-        # The output layer stands beside the language model.
+        # The output layer stands alongside the language model.
         real |= {name: name for name in shapes if prefix and name.startswith("lm_head.")}
         groups = conversion.groups({name: shapes[old] for name, old in real.items()})
         found.append((sum(name in every for group in groups for name in group.outputs), groups, real, prefix))

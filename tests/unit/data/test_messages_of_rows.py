@@ -254,4 +254,4 @@ def test_bad_rows_are_counted_without_keeping_their_errors():
 
 
 def test_kinds_of_bad_rows_have_counts():
-    assert Counts._fields[-len(KINDS) :] == tuple(KINDS)
+    assert KINDS.keys() <= {*Counts._fields}

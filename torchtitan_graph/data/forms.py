@@ -44,6 +44,7 @@ class RowFormat:
     tokenizer: of the documents; without it there is text only, and shards of token ids are refused.
     table: of the options, for messages.
     of_others: the form of the rows, where other files of the corpus tell it.
+    is_as_training: whether it is of validation, and format and columns are training's, for lack of its own.
     """
 
     tokenizer: Tokenizer | None = None
@@ -58,6 +59,7 @@ class RowFormat:
     on_bad_row: str = "refuse"
     table: str = "training"
     of_others: "Form | None" = None
+    is_as_training: bool = False
 
     @classmethod
     def of(cls, training: job.Training, tokenizer: Tokenizer) -> "RowFormat":
@@ -88,12 +90,25 @@ class RowFormat:
             return self
         table = "validation" if isinstance(corpus, job.Validation) else "its"
         if corpus.format is None and not corpus.columns:
-            return dataclasses.replace(self, table=table)
+            return dataclasses.replace(self, table=table, is_as_training=True)
         return dataclasses.replace(self, format=corpus.format, columns=corpus.columns, table=table)
 
     def option(self, name: str) -> str:
         """Return what a message calls an option: `training.format`, or `its format` of an entry of validation.sets."""
         return f"{self.table}{' ' if self.table == 'its' else '.'}{name}"
+
+    def _given(self, name: str) -> str:
+        """Return what a message calls an option where it quotes a value."""
+        return f"training.{name}" if self.is_as_training else self.option(name)
+
+    def _also(self, end: str) -> str:
+        """Return the end of a message that quotes a value: why it holds for validation, if it was set for training."""
+        if not self.is_as_training:
+            return ""
+        return (
+            f"{end} It holds here too, for {self.option('format')} and {self.option('columns')} are not set: set one of"
+            " them"
+        )
 
     @functools.cached_property
     def template(self) -> ChatTemplate:
@@ -128,9 +143,9 @@ class RowFormat:
         for name, value in (("columns", dict(self.columns)), ("format", self.format)):
             if value and value != "text":
                 raise UserError(
-                    f"{self.option(name)} = {value!r}: {place} {what}, without rows that have columns. Name JSON lines,"
+                    f"{self._given(name)} = {value!r}: {place} {what}, without rows that have columns. Name JSON lines,"
                     f" a table (.csv, .tsv, .parquet) or a saved dataset, or set {self.option('format')} = 'text' and"
-                    " no columns for it"
+                    f" no columns for it{self._also('.')}"
                 )
 
     def conversation(self, messages: list[dict[str, Any]], tools: list[Any] | None, where: str) -> Tokens | Contexts:
@@ -189,11 +204,11 @@ class RowFormat:
                 f" completion are found by themselves; name others in {self.option('columns')}{_likely_columns(row)}"
             )
         hint = did_you_mean(name, paths, f"; there is {there}.")
-        option = self.option("columns") if part in self.columns else f"{self.option('format')} = {self.format!r}"
-        if part not in self.columns and self.format is None:
-            option = self.option("columns")
+        is_named = part in self.columns or self.format is None
+        option = self._given("columns") if is_named else f"{self._given('format')} = {self.format!r}"
         more = "" if part in self.columns else f" Name the one that holds it in {self.option('columns')}"
-        raise UserError(f"{place}: {option}: {part} = {name!r} is no column of it{hint}{more}")
+        also = self._also("." if more else "")
+        raise UserError(f"{place}: {option}: {part} = {name!r} is no column of it{hint}{more}{also}")
 
     def _kind(self, row: Mapping[str, Any], place: str) -> str:
         if self.format is not None:

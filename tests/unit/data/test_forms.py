@@ -11,7 +11,7 @@ import pytest
 from templates import CHATML
 from test_chat import conversation, folder  # noqa: F401
 
-from torchtitan_graph.config import load
+from torchtitan_graph.config import job, load
 from torchtitan_graph.config.check import check
 from torchtitan_graph.config.columns import find_wrong_column
 from torchtitan_graph.data import IGNORE_INDEX, build_dataloader, load_tokenizer, merge_states
@@ -65,6 +65,16 @@ def test_columns_tell_the_form(columns, expected):
 def test_columns_that_do_not_tell_are_refused(options, columns, match):
     with pytest.raises(UserError, match=match):
         RowFormat(ByteTokenizer(), **options).form(columns, "here")
+
+
+def test_what_training_sets_for_validation_is_called_by_its_own_name():
+    training = RowFormat(ByteTokenizer(), columns={"text": "content"})
+    validation = training.of_validation(job.Validation(dataset_path="x.jsonl"))
+    match = r"here: training.columns: text = 'content' is no column of it; there is \['text'\]. It holds here too, for"
+    with pytest.raises(UserError, match=f"{match} validation.format and validation.columns are not set"):
+        validation.form(["text"], "here")
+    with pytest.raises(UserError, match=r"^training.columns = .* no columns for it. It holds here too, for validation"):
+        validation.refuse_for_text("x.txt", "is plain text")
 
 
 @pytest.mark.parametrize(

@@ -241,7 +241,8 @@ class Sizes:
             return f"{unbacked} is unbacked"
         node = next((n for n in gm.graph.nodes if n.target is torch.ops.aten._local_scalar_dense.default), None)
         if node is not None:
-            return f"{meta.module(node) or 'the traced function'} reads a tensor's value ({node.target})"
+            line = meta.source_line(node)
+            return f"{meta.module(node) or 'the traced function'} reads a tensor's value{f' ({line})' if line else ''}"
         for loop in (n for n in gm.graph.nodes if isinstance(n.target, torch._ops.HigherOrderOperator)):
             symbols = {s for x in _sizes(loop.meta.get("val")) if is_symbolic(x) for s in x.node.expr.free_symbols}
             if not symbols <= self._names.keys():

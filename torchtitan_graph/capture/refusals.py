@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Collection, Iterator
 from typing import Any
 
+import sympy
 import torch
 from torch import nn
 from torch.fx import GraphModule, Node
@@ -69,12 +70,12 @@ def _of_data(error: Any, optimizer: Optimizer | None, sizes: Sizes) -> str:
             f"the traced function writes in place to a tensor that it closes over, by {error.func}{place(error.stack)}:"
             " a graph's inputs are not its own; return the new value from the function and write it back outside"
         )
+    frames = traceback.extract_tb(error.__traceback__)
     if isinstance(error, DynamicOutputShapeException):
         return (
-            f"the traced function makes a tensor whose shape depends on values ({error.func}), which no trace has: "
-            "take torch.where or a mask of fixed shape, or do it outside"
+            f"the traced function makes a tensor whose shape depends on values ({error.func}{place(frames)}), which no "
+            "trace has: take torch.where or a mask of fixed shape, or do it outside"
         )
-    frames = traceback.extract_tb(error.__traceback__)
     files = [frame.filename for frame in frames]
     if optimizer is not None and inspect.unwrap(type(optimizer).step).__code__.co_filename in files:
         return (
@@ -85,6 +86,11 @@ def _of_data(error: Any, optimizer: Optimizer | None, sizes: Sizes) -> str:
         return (
             f"the traced function steps by a GradScaler{place(frames)}, which decides by a number whether to, and no "
             "trace has it: train in bfloat16, which needs no scaler, or return gradients and step outside"
+        )
+    if isinstance(error, GuardOnDataDependentSymNode) and isinstance(error.cond, sympy.Symbol):
+        return (
+            f"the traced function makes a plain number of a tensor's value, by float() or int(){place(frames)}, which "
+            "no trace has: keep it a tensor, or compute it outside"
         )
     what = sizes.words(error.cond) if isinstance(error, GuardOnDataDependentSymNode) else "a number"
     return (

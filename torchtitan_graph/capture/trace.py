@@ -107,21 +107,21 @@ def make_fx_capture(
 ) -> Callable[..., TracedResult]:
     """Trace as `minimal_fx_tracer` does, for a training step: raise a UserError for sizes that passes could not compute
     with."""
-    trace = minimal_fx_tracer(
-        fn,
-        module,
-        device=device,
-        blocks=blocks,
-        stack_traces=stack_traces,
-        dynamic_shapes=dynamic_shapes,
-        call_hierarchy=call_hierarchy,
-    )
+    options = dict(device=device, blocks=blocks, dynamic_shapes=dynamic_shapes, call_hierarchy=call_hierarchy)
+    trace = minimal_fx_tracer(fn, module, stack_traces=stack_traces, **options)  # type: ignore[arg-type]
 
     def capture(*args: Any, **kwargs: Any) -> TracedResult:
         traced = trace(*args, **kwargs)
         if traced.sizes is not None:
             if unknown := traced.sizes.what_is_unknown(traced.gm):
-                raise UserError(f"{unknown}: a training step's passes need known sizes, and numbers in tensors")
+                if not stack_traces:  # again, to name the line
+                    again = minimal_fx_tracer(fn, module, stack_traces=True, **options)  # type: ignore[arg-type]
+                    found = again(*args, **kwargs)
+                    unknown = found.sizes.what_is_unknown(found.gm) if found.sizes is not None else unknown
+                raise UserError(
+                    f"{unknown}: a training step's passes need known sizes, and numbers in tensors: keep a number a"
+                    " tensor (without .item() or .tolist()), and choose by torch.where"
+                )
             keep_traced_sizes(traced.gm, traced.sizes)
         return traced
 

@@ -231,12 +231,22 @@ def test_marks_that_are_not_arguments_are_refused() -> None:
         minimal_fx_tracer(functools.partial(norm), norm)(rows(6))
 
 
-def test_a_training_step_reads_no_numbers() -> None:
+@pytest.mark.parametrize(
+    ("read", "said"),
+    [
+        (lambda x: x * x.sum().item(), "reads a tensor's value {}: a training step.* choose by torch.where"),
+        (lambda x: x * x[0].tolist()[0], "reads a tensor's value {}: a training step"),
+        (lambda x: x * float(x.sum()), r"a plain number of a tensor's value, by float\(\) or int\(\) {}"),
+        (lambda x: x * int(x.sum()), r"a plain number of a tensor's value, by float\(\) or int\(\) {}"),
+        (lambda x: x if bool(x.sum() > 0) else -x, "decides by it .*{}"),
+        (lambda x: x[x > 0].sum(), r"whose shape depends on values \(aten.nonzero.default {}"),
+    ],
+)
+def test_a_training_step_that_reads_numbers_is_refused_with_the_line(read: Callable[..., Tensor], said: str) -> None:
     net = nn.Linear(4, 4)
-    with pytest.raises(
-        UserError, match=r"reads a tensor's value \(aten._local_scalar_dense.default\): a training step"
-    ):
-        make_fx_capture(lambda x: net(x) * x.sum().item(), net)(rows(6))
+    place = rf"\((\w+/)?test_dynamic.py:{read.__code__.co_firstlineno}(: .*)?\)"
+    with pytest.raises(UserError, match=said.format(place)):
+        make_fx_capture(lambda x: read(net(x)), net)(rows(6))
 
 
 def test_a_training_step_computes_each_size_once_and_has_numbers_in_its_values() -> None:

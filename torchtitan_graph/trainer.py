@@ -33,7 +33,7 @@ from torchtitan_graph.checkpoint import (
     find_position,
     is_new_run,
 )
-from torchtitan_graph.config import dump_toml, job
+from torchtitan_graph.config import check_length, dump_toml, job
 from torchtitan_graph.config.job import validation_metrics
 from torchtitan_graph.data.feed import Feed, Microbatches
 from torchtitan_graph.data.forms import RowFormat
@@ -183,6 +183,8 @@ class Trainer:
                     f"training.steps = {training.steps}: the run ends before its data does (training.epochs ="
                     f" {training.epochs})"
                 )
+            for notice in check_length(self.config, self.num_steps) if self.rank == 0 else ():
+                logger.warning(notice)
 
     def _new_feed(self, **of_replicas: Any) -> Feed:
         return Feed(

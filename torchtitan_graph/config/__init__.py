@@ -4,6 +4,7 @@ from torchtitan_graph.config.beginning import check_beginning
 from torchtitan_graph.config.check import (
     check,
     check_data,
+    check_length,
     ranks_asked_for,
     ranks_started,
     shard_degree,
@@ -19,6 +20,7 @@ __all__ = [
     "JobConfig",
     "check",
     "check_data",
+    "check_length",
     "check_beginning",
     "dump_toml",
     "load",

@@ -567,9 +567,22 @@ def _last_factor(schedule: LRScheduler, total_steps: int) -> float:
     return schedule.min_lr_factor if min(round(part * total_steps), after_warmup) else 1.0
 
 
-def _never(config: JobConfig) -> Iterator[Problem]:
-    """Yield each number of steps that is longer than the run, so that what it spaces never happens."""
-    steps, profiling = config.training.steps, config.profiling
+def check_length(config: JobConfig, steps: int) -> list[str]:
+    """Return notices of options that don't fit a run of so many steps, known once the rows of its epochs are."""
+    return lines(config, _of_length(config, steps, f"{steps:,} steps"))
+
+
+def _of_length(config: JobConfig, steps: int, in_words: str) -> Iterator[Problem]:
+    """Yield a schedule that ends before the run, and each number of steps that is longer than it, so that what it
+    spaces never happens."""
+    total_steps, profiling = config.lr_scheduler.total_steps, config.profiling
+    if total_steps is not None and total_steps < steps:
+        rate = config.optimizer.lr * _last_factor(config.lr_scheduler, total_steps)
+        then = f"stays at {rate:g}" if rate else "is 0, and nothing is learned"
+        yield Problem(
+            "lr_scheduler.total_steps",
+            f"the schedule ends before {in_words}; from step {total_steps + 1} on the learning rate {then}",
+        )
     never = {
         "profiling.profile_freq": (
             "nothing is profiled",
@@ -580,20 +593,13 @@ def _never(config: JobConfig) -> Iterator[Problem]:
     }
     for key, (what, is_on) in never.items():
         if is_on and get(config, key) > steps:
-            yield Problem(key, f"{what}, for the run has training.steps {steps}: set it to at most that")
+            yield Problem(key, f"{what}, for the run has {in_words}: set it to at most that")
 
 
 def _notices(config: JobConfig) -> Iterator[Problem]:
     """Yield each option that is set and has no effect, or one that may surprise."""
-    total_steps, steps = config.lr_scheduler.total_steps, config.training.steps
-    if total_steps is not None and total_steps < steps:
-        rate = config.optimizer.lr * _last_factor(config.lr_scheduler, total_steps)
-        then = f"stays at {rate:g}" if rate else "is 0, and nothing is learned"
-        yield Problem(
-            "lr_scheduler.total_steps",
-            f"the schedule ends before training.steps {steps}; from step {total_steps + 1} on the learning rate {then}",
-        )
-    yield from _never(config)
+    if not config.training.epochs:  # else the number of steps is not known yet: see check_length
+        yield from _of_length(config, steps := config.training.steps, f"training.steps {steps}")
     degrees, stages = config.parallelism, [key for key in OPTIONS if key.startswith(f"{_PP.removesuffix('degree')}")]
     if degrees.expert_tensor_parallel_degree > 1 and degrees.expert_parallel_degree == 1:
         yield Problem(_ETP, f"experts are split as all else while {_EP} is 1")

@@ -9,6 +9,7 @@ from fsspec.registry import known_implementations
 from torchtitan_graph.config import (
     JobConfig,
     check,
+    check_length,
     load,
     ranks_asked_for,
     ranks_started,
@@ -425,6 +426,16 @@ def test_what_a_run_is_too_short_for_is_said(arguments: str, notice: str) -> Non
     (said,) = check(load([*arguments.split(), "--training.steps", "10"]), 1)
     assert notice in said
     assert check(load([*arguments.split(), "--training.steps", "11"]), 1) == []
+
+
+def test_a_run_of_epochs_is_as_long_as_its_rows() -> None:
+    words = "--training.epochs 1 --training.steps 1000 --lr_scheduler.total_steps 20 --metrics.enable_tensorboard"
+    config = load([*words.split(), "--metrics.histogram_freq", "11"])
+    assert check(config, 1) == [] and check_length(config, 11) == []
+    (said,) = check_length(config, 10)
+    assert "histogram_freq = 11: no histogram is written, for the run has 10 steps: set" in said
+    (said,) = check_length(config, 30)
+    assert "the schedule ends before 30 steps; from step 21 on" in said
 
 
 def test_what_spaces_nothing_may_be_longer_than_the_run() -> None:

@@ -39,7 +39,7 @@ from torchtitan_graph.data.feed import Feed, Microbatches
 from torchtitan_graph.data.forms import RowFormat
 from torchtitan_graph.data.lengths import epochs_in_words
 from torchtitan_graph.data.loader import DataLoader, build_dataloader, merge_states, rows_of_epochs
-from torchtitan_graph.data.open_corpus import naming_set, validation_corpus
+from torchtitan_graph.data.open_corpus import Opened, naming_set, validation_corpus
 from torchtitan_graph.data.packing import Counts, in_words
 from torchtitan_graph.delivery import Delivery, base_of, deliver
 from torchtitan_graph.errors import UserError
@@ -655,14 +655,18 @@ def _open_data(blueprint: Blueprint) -> tuple[DataLoader, dict[str, tuple[DataLo
     reading = RowFormat.of(training, blueprint.tokenizer)
     corpus["split"] = "train"
     most_rows = training.steps * blueprint.rows_per_step
-    train_data = _open_corpus(blueprint, training, corpus, training.epochs, most_rows, rows, reading)
-    return train_data, open_validation(blueprint) if blueprint.config.validation.enable else {}
+    opened: Opened = {}
+    train_data = _open_corpus(blueprint, training, corpus, training.epochs, most_rows, rows, reading, opened)
+    return train_data, open_validation(blueprint, opened) if blueprint.config.validation.enable else {}
 
 
-def open_validation(blueprint: Blueprint) -> dict[str, tuple[DataLoader, int, str]]:
+def open_validation(blueprint: Blueprint, opened: Opened | None = None) -> dict[str, tuple[DataLoader, int, str]]:
     """Return a loader of each validation corpus, its number of microbatches and the option that names it, by the name
-    of its loss in the metrics."""
-    config, table, opened = blueprint.config, blueprint.config.validation, {}
+    of its loss in the metrics.
+
+    opened: as in `open_corpus`.
+    """
+    config, table, loaders = blueprint.config, blueprint.config.validation, {}
     sets: Sequence[job.ValidationSet | None] = table.sets or [None]
     for number, (of, metric) in enumerate(zip(sets, validation_metrics(config), strict=True)):
         with naming_set(None if of is None else number):
@@ -671,10 +675,10 @@ def open_validation(blueprint: Blueprint) -> dict[str, tuple[DataLoader, int, st
             reading = RowFormat.of(config.training, blueprint.tokenizer).of_validation(of or table)
             most, rows = table.steps if of is None or of.steps is None else of.steps, table.local_batch_size
             most_rows = math.inf if most == -1 else most * rows * blueprint.dims.data
-            data = _open_corpus(blueprint, table, corpus, epochs, most_rows, rows, reading)
+            data = _open_corpus(blueprint, table, corpus, epochs, most_rows, rows, reading, opened)
         option = "validation.dataset" if of is None else f"validation.sets, entry {number + 1}"
-        opened[metric] = data, most, option
-    return opened
+        loaders[metric] = data, most, option
+    return loaders
 
 
 def count_rows(data: DataLoader, saved: dict[str, Any] | None = None) -> None:
@@ -690,9 +694,11 @@ def _open_corpus(
     most_rows: float,
     rows: int,
     reading: RowFormat,
+    opened: Opened | None,
 ) -> DataLoader:
     return build_dataloader(
         **corpus,
+        opened=opened,
         tokenizer=blueprint.tokenizer,
         reading=reading,
         seq_len=table.seq_len,

@@ -2,7 +2,9 @@
 
 from collections import Counter
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
 
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
@@ -21,6 +23,7 @@ KINDS = {
 }
 HINT = "training.on_bad_row = 'skip' leaves such rows out, and counts them"
 _MOST_NAMED = 10
+_MOST_KEPT = 128 * 2**20
 D = TypeVar("D")
 
 
@@ -48,7 +51,10 @@ class Skipped(NamedTuple):
 
 
 class BadRows:
-    """What becomes of the bad rows of one corpus.
+    """Reads the documents of one corpus, and says what becomes of its bad rows.
+
+    Of a small corpus, documents that are tokens are kept once they are read, up to _MOST_KEPT bytes: a run reads each
+    several times, to check it, to count rows, and in each epoch, and a chat template takes long.
 
     place: the file or folder, for messages.
     on_bad_row: as `training.on_bad_row`.
@@ -57,12 +63,18 @@ class BadRows:
 
     def __init__(self, place: str, on_bad_row: str = "refuse", may_be_all: bool = False) -> None:
         self._place, self.skip, self._may_be_all = place, on_bad_row == "skip", may_be_all
-        self._has_warned = False
+        self._has_warned = self._keeps = False
+        self._kept: dict[int, Any] = {}
+        self._room = _MOST_KEPT
+
+    def keep(self) -> None:
+        """Keep the documents that are read from now on; for a small corpus, whose rows have fixed numbers."""
+        self._keeps = True
 
     def read(self, read: Callable[[int], D], index: int) -> D | Skipped:
         """Return document `index`, or Skipped for a bad row; raise UserError for that where it is refused."""
         try:
-            return read(index)
+            return self._read(read, index)
         except BadRow as error:
             if not self.skip:
                 raise UserError(f"{_ended(str(error))} {HINT}") from error
@@ -72,15 +84,16 @@ class BadRows:
             return Skipped(error.kind)
 
     def read_all(self, read: Callable[[int], D], number: int) -> None:
-        """Read every document once; the bad rows are reported together, as an error or a warning.
+        """Read every document of a small corpus once; the bad rows are reported together, as an error or a warning.
 
         Raises UserError if there is a bad row and it is refused, AllBad if none is left.
         """
+        self.keep()
         kinds: Counter[str] = Counter()
         lines: list[str] = []
         for index in range(number):
             try:
-                read(index)
+                self._read(read, index)
             except BadRow as error:
                 kinds[error.kind] += 1
                 if len(lines) < _MOST_NAMED:
@@ -100,6 +113,23 @@ class BadRows:
         left_out = "It is left out" if bad == 1 else "They are left out"
         logger.warning(f"{named}\n{left_out}: training.on_bad_row")
         self._has_warned = True
+
+    def _read(self, read: Callable[[int], D], index: int) -> D:
+        if index in self._kept:
+            return self._kept[index]  # type: ignore[no-any-return]
+        document = read(index)
+        num_bytes = _num_bytes(document)
+        if self._keeps and num_bytes and self._room >= num_bytes:
+            self._kept[index] = document
+            self._room -= num_bytes
+        return document
+
+
+def _num_bytes(document: Any) -> int:
+    """Return the bytes of the tokens in a document, none of a text."""
+    if isinstance(document, tuple):
+        return sum(map(_num_bytes, document))
+    return document.nbytes if isinstance(document, np.ndarray) else 0
 
 
 def _ended(text: str) -> str:

@@ -12,7 +12,7 @@ from torchtitan_graph.data.corpus import Corpus, ShuffledCorpus, in_split, num_l
 from torchtitan_graph.data.document import Document
 from torchtitan_graph.data.files import DataFile
 from torchtitan_graph.data.forms import Form, RowFormat
-from torchtitan_graph.data.sources import Chain, Source, digest_files
+from torchtitan_graph.data.sources import Chain, Source, digest_files, is_small
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.patience import is_transient
 from torchtitan_graph.small_files import read_json
@@ -32,6 +32,8 @@ class Rows:
         found = (find_column(columns, column) for column in (*self.form.columns, *self.form.optional))
         self._rows = rows.select_columns([*dict.fromkeys(keys[0] for keys in found if keys)])
         self._name, self._bad_rows = name, reading.bad_rows(name)
+        if is_small(self._rows.data.nbytes):
+            self._bad_rows.keep()
         self.digest, self.is_whole = digest + self.form.digest, self.form.is_whole
 
     def __len__(self) -> int:

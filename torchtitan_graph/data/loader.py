@@ -20,7 +20,7 @@ from torchtitan_graph.data.describe import log_corpus
 from torchtitan_graph.data.forms import RowFormat
 from torchtitan_graph.data.lengths import Length, count_lengths, reach
 from torchtitan_graph.data.mixture import Mixture, Origin
-from torchtitan_graph.data.open_corpus import open_corpus, open_mixture
+from torchtitan_graph.data.open_corpus import Opened, open_corpus, open_mixture
 from torchtitan_graph.data.packing import Counts, Cursor, Lane, Packing, in_words, open_lane, window_rows
 from torchtitan_graph.data.special_tokens import warn_of_special_tokens
 from torchtitan_graph.data.tokenizer import Tokenizer
@@ -397,6 +397,7 @@ def build_dataloader(
     seed: int,
     reading: RowFormat | None = None,
     sources: Sequence[job.DataSource] = (),
+    opened: Opened | None = None,
     **loading: Any,
 ) -> DataLoader:
     """Return a loader of this rank's rows of a split of a corpus; `loading` are arguments of `DataLoader`.
@@ -404,14 +405,15 @@ def build_dataloader(
     split: "train", "validation", or "all", for a corpus that is used for validation as a whole.
     sources: the parts of a mixture; if there are any, they replace `dataset` and `dataset_path`.
     reading: how rows of the corpus are read as documents; not given: as text, or as their columns tell.
+    opened: as in `open_corpus`.
 
     Raises UserError if the corpus can't be found or read.
     """
     reading = RowFormat(tokenizer) if reading is None else reading
     if sources:
-        corpus: Corpus = open_mixture(sources, split, seed, reading)
+        corpus: Corpus = open_mixture(sources, split, seed, reading, opened)
     else:
-        corpus = open_corpus(dataset, dataset_path, split, seed, reading)
+        corpus = open_corpus(dataset, dataset_path, split, seed, reading, opened)
         what = "training data" if split == "train" else "validation data"
         log_corpus(what, corpus, dataset, dataset_path, split, reading)
         if split != "validation":  # validation documents are like training's

@@ -30,6 +30,8 @@ from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
 from torchtitan_graph.patience import refuse_unreadable
 
+# Sources by path, format and columns; all else that says how rows are read is one for a job.
+Opened = dict[tuple[str, str | None, tuple[tuple[str, str], ...]], Source]
 TEXT = RowFormat()  # rows with a column of text, for tools without a tokenizer
 _NAMES = ("stdlib", "c4", "c4_validation", "c4_test")
 # fmt: off
@@ -73,13 +75,15 @@ def _place(path: str, option: str) -> Path:
             raise UserError(f"{option} = {path!r}: is not a place: {error}") from error
 
 
-def open_mixture(sources: Sequence[job.DataSource], split: str, seed: int, reading: RowFormat) -> Mixture:
+def open_mixture(
+    sources: Sequence[job.DataSource], split: str, seed: int, reading: RowFormat, opened: Opened | None = None
+) -> Mixture:
     """Open a split of every entry of `training.sources`; raise UserError with the entry as `open_corpus` would."""
     corpora: dict[str, Corpus] = {}
     for number, source in enumerate(sources, 1):
         dataset, path = source.dataset or "", source.dataset_path
         try:
-            corpus = open_corpus(dataset, path, split, seed, reading.of_source(source))
+            corpus = open_corpus(dataset, path, split, seed, reading.of_source(source), opened)
         except UserError as error:
             raise UserError(f"training.sources, entry {number}: {error}") from error
         if reading.tokenizer and split != "validation":  # validation documents are like training's
@@ -93,11 +97,19 @@ def open_mixture(sources: Sequence[job.DataSource], split: str, seed: int, readi
     return mixture
 
 
-def open_corpus(dataset: str, dataset_path: str | None, split: str, seed: int, reading: RowFormat = TEXT) -> Corpus:
+def open_corpus(
+    dataset: str,
+    dataset_path: str | None,
+    split: str,
+    seed: int,
+    reading: RowFormat = TEXT,
+    opened: Opened | None = None,
+) -> Corpus:
     """Open a split of the corpus at `dataset_path`, or else of the one named `dataset`.
 
     split: "train" and "validation" have no document in common; "all" is the whole corpus.
     reading: how its rows are read as documents.
+    opened: what the job has opened already, which is opened once for several splits; this corpus is added.
 
     Raises UserError if there is no such corpus, it can't be read, or the split has no documents.
     """
@@ -117,7 +129,10 @@ def open_corpus(dataset: str, dataset_path: str | None, split: str, seed: int, r
                 return open_saved(path, reading, split, seed)
             if is_shards(path):
                 return _open_shards(path, split, seed, reading)
-            source = _open_path(path, reading)
+            key = str(path), reading.format, tuple(sorted(reading.columns.items()))
+            source = (opened or {}).get(key) or _open_path(path, reading)
+            if opened is not None:
+                opened[key] = source
             if not len(source):
                 raise UserError(f"{option}_path = {dataset_path!r}: holds no documents: it is empty. Name another")
             return ShuffledCorpus(source, split, seed)

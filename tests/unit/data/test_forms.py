@@ -15,6 +15,8 @@ from torchtitan_graph.config import job, load
 from torchtitan_graph.config.check import check
 from torchtitan_graph.config.columns import find_wrong_column
 from torchtitan_graph.data import IGNORE_INDEX, build_dataloader, load_tokenizer, merge_states
+from torchtitan_graph.data.bad_rows import BadRows
+from torchtitan_graph.data.chat import ChatTemplate
 from torchtitan_graph.data.document import Tokens
 from torchtitan_graph.data.forms import Completion, Conversation, RowFormat, Text
 from torchtitan_graph.data.open_corpus import open_corpus
@@ -114,6 +116,41 @@ def test_columns_that_are_off_are_not_read_and_not_named(reading, caplog):
     pairs = dataclasses.replace(reading, format="preference", columns={"prompt": "", "system": ""})
     assert find_wrong_column(pairs.columns, "preference") is None
     assert len(pairs.form(row, "here").document(row, "here")) == 2
+
+
+@pytest.mark.parametrize("name", ["chat.jsonl", "chat.parquet"])
+def test_a_small_corpus_is_rendered_once(reading, tmp_path, monkeypatch, name):
+    rendered, tokens = [], ChatTemplate.tokens
+    monkeypatch.setattr(ChatTemplate, "tokens", lambda *given: (rendered.append(1), tokens(*given))[1])
+    draw, file = random.Random(0), tmp_path / name
+    rows = [{"messages": conversation(draw)} for _ in range(60)]
+    if name.endswith("parquet"):
+        pytest.importorskip("datasets").Dataset.from_list(rows).to_parquet(file)
+    else:
+        file.write_text("\n".join(map(json.dumps, rows)))
+    opened, seen = {}, 0
+    for split, epochs in (("train", 2), ("validation", 1)):
+        data = build_dataloader(
+            dataset="", dataset_path=str(file), split=split, tokenizer=reading.tokenizer, reading=reading, seed=0,
+            seq_len=128, local_batch_size=1, dp_rank=0, dp_degree=1, epochs=epochs, opened=opened,
+        )  # fmt: skip
+        while not data.has_ended:
+            seen += int(next(data).documents_BL.max()) + 1
+    assert len(rendered) == len(rows) and seen > len(rows)
+
+
+def test_what_a_small_corpus_keeps_has_a_limit(monkeypatch):
+    monkeypatch.setattr("torchtitan_graph.data.bad_rows._MOST_KEPT", 9 * 10)
+    rows, read = BadRows("here"), []
+
+    def tokens(index):
+        read.append(index)
+        return Tokens(np.zeros(4, np.int64), np.zeros(4, bool))
+
+    rows.read_all(tokens, 5)
+    for index in range(5):
+        rows.read(tokens, index)
+    assert read == [0, 1, 2, 3, 4, 2, 3, 4]
 
 
 def test_texts_under_a_chat_template_are_learned_as_they_are_with_one_hint(reading, caplog):

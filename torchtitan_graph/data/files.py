@@ -8,13 +8,14 @@ import tempfile
 import weakref
 import zlib
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from torchtitan_graph.data.bad_rows import BadRow
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.patience import refuse_unreadable
 from torchtitan_graph.small_files import ANY_SIZE, open_small
 
+_MOST_OPEN = 64
 _UTF8_HINT = "Convert text of another encoding to UTF-8"
 
 
@@ -26,26 +27,60 @@ def open_data(path: Path) -> BinaryIO:
 class DataFile:
     """A regular file that a run reads in parts; changes are detected by size and modification time.
 
+    It stays open once a part was read, as do up to _MOST_OPEN such files of a process: opening it for each document
+    would ask a file server each time.
+
     Raises UserError if it is something else, such as a FIFO; OSError as `os.stat`.
     """
 
-    __slots__ = ("path", "size", "_changed_at")
+    __slots__ = ("__weakref__", "_changed_at", "_descriptor", "path", "size")
+    _num_open = 0
 
     def __init__(self, path: Path) -> None:
         found = os.stat(path)
         if not stat.S_ISREG(found.st_mode):
             open_data(path).close()  # raises, with the kind of file
         self.path, self.size, self._changed_at = str(path), found.st_size, found.st_mtime_ns
+        self._descriptor: int | None = None
 
-    def read(self, start: int = 0, count: int = -1) -> bytes:
-        """Return `count` bytes from `start` on, or all; raise UserError if it is gone, unreadable, or has changed."""
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _reopened, (self.path, self.size, self._changed_at)
+
+    def read(self) -> bytes:
+        """Return all bytes; raise UserError if it is gone, unreadable, or has changed."""
         with refuse_unreadable(self.path):
             self.check()
             with open_data(Path(self.path)) as stream:
-                stream.seek(start)
-                content = stream.read(count)
+                content = stream.read()
             self.check()  # again: it may have been written meanwhile
         return content
+
+    def read_part(self, start: int, count: int) -> bytes:
+        """Return up to `count` bytes from `start` on; raises as `read`."""
+        with refuse_unreadable(self.path):
+            if self._descriptor is None:
+                self.check()
+                self._keep_open()
+            if self._descriptor is None:
+                with open_data(Path(self.path)) as stream:
+                    content = _part(stream.fileno(), start, count)
+                self.check()
+                return content
+            try:
+                content, found = _part(self._descriptor, start, count), os.fstat(self._descriptor)
+            except OSError:  # perhaps of a server that has forgotten it: the next try opens it again
+                self._descriptor = None
+                raise
+            if not found.st_nlink or (found.st_size, found.st_mtime_ns) != (self.size, self._changed_at):
+                self.check()
+        return content
+
+    def _keep_open(self) -> None:
+        if DataFile._num_open < _MOST_OPEN:
+            with open_data(Path(self.path)) as stream:
+                self._descriptor = os.dup(stream.fileno())
+            DataFile._num_open += 1
+            weakref.finalize(self, _close, self._descriptor)
 
     def check(self) -> None:
         """Raise UserError if the file is gone, or has changed since it was opened."""
@@ -60,6 +95,25 @@ class DataFile:
         else:
             return
         raise UserError(f"{self.path}: {what}. A corpus must not change during a run: put it back, or begin a new run")
+
+
+def _reopened(path: str, size: int, changed_at: int) -> DataFile:
+    """Return a file as it was when another process opened it."""
+    file = DataFile.__new__(DataFile)
+    file.path, file.size, file._changed_at, file._descriptor = path, size, changed_at, None
+    return file
+
+
+def _part(descriptor: int, start: int, count: int) -> bytes:
+    content = os.pread(descriptor, count, start)
+    while len(content) < count and (more := os.pread(descriptor, count - len(content), start + len(content))):
+        content += more  # the system may return less than there is
+    return content
+
+
+def _close(descriptor: int) -> None:
+    os.close(descriptor)
+    DataFile._num_open -= 1
 
 
 def without_gz(name: str) -> str:

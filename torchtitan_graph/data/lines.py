@@ -48,9 +48,9 @@ class JsonLines:
         if not len(self):
             return
         lines = self._documents[[0, -1]]
-        begin = self._data.read(int(self._line_starts[lines[0]]), 64).removeprefix(codecs.BOM_UTF8)
+        begin = self._data.read_part(int(self._line_starts[lines[0]]), 64).removeprefix(codecs.BOM_UTF8)
         ends = [int(end) for end in self._line_starts[lines + 1]]
-        of_first, of_last = (self._data.read(max(0, end - 64), min(64, end)).rstrip()[-1:] for end in ends)
+        of_first, of_last = (self._data.read_part(max(0, end - 64), min(64, end)).rstrip()[-1:] for end in ends)
         if begin.lstrip().startswith(b"[") and of_last == b"]" and (len(self) == 1 or of_first != b"]"):
             raise UserError(f"{self._file}: is one JSON array. {_ONE_PER_LINE}")
 
@@ -72,7 +72,7 @@ class JsonLines:
         where = f"{self._file}, line {line + 1}"
         if end - start > LONGEST_ROW:
             raise UserError(f"{where}: has {end - start:,} bytes, more than the {LONGEST_ROW:,} of a document here")
-        content = self._data.read(start, end - start)
+        content = self._data.read_part(start, end - start)
         if line == 0:
             content = content.removeprefix(codecs.BOM_UTF8)
         decode(content, where)

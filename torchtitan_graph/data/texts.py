@@ -74,7 +74,7 @@ class TextPieces:
     def _piece(self, index: int) -> tuple[bytes, int]:
         """Return the bytes of a piece, and its first byte's place in the file."""
         first = max(0, index * self.PIECE_BYTES - 1)  # a line end there makes the piece begin after it
-        content = self._data.read(first, 2 * self.PIECE_BYTES + _LONGEST_CHARACTER)
+        content = self._data.read_part(first, 2 * self.PIECE_BYTES + _LONGEST_CHARACTER)
         start = self._begin(content, index * self.PIECE_BYTES - first) if index else 0
         end = self._begin(content, (index + 1) * self.PIECE_BYTES - first)
         return content[start:end], first + start
@@ -97,7 +97,7 @@ class TextPieces:
 
 
 def _refuse_packed(file: DataFile) -> None:
-    begin = file.read(0, 8)
+    begin = file.read_part(0, 8)
     for kind, magic in _PACKED.items():
         if begin.startswith(magic):
             raise UserError(

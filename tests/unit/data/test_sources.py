@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtitan_graph.data import sources
+from torchtitan_graph.data import files, sources
 from torchtitan_graph.data.bad_rows import BadRow, BadRows
-from torchtitan_graph.data.files import DataFile
+from torchtitan_graph.data.files import DataFile, open_data
 from torchtitan_graph.data.forms import RowFormat
 from torchtitan_graph.data.lines import JsonLines
 from torchtitan_graph.data.open_corpus import open_corpus
@@ -337,6 +337,24 @@ FILES = {
     "a.jsonl": b'{"text": "x"}\n' * 500,
     "folder/a.txt": b"text",
 }
+
+
+@pytest.mark.parametrize("most", [64, 0])
+def test_a_file_stays_open_between_its_documents(tmp_path, monkeypatch, most):
+    opened = []
+    gc.collect()  # of other tests
+    monkeypatch.setattr(files, "open_data", lambda path: (opened.append(path), open_data(path))[1])
+    monkeypatch.setattr(files, "_MOST_OPEN", DataFile._num_open + most)
+    (tmp_path / "a.jsonl").write_bytes(FILES["a.jsonl"])
+    before = DataFile._num_open
+    source = open_corpus("", str(tmp_path / "a.jsonl"), "all", seed=0).source
+    assert [pickle.loads(pickle.dumps(source))[index] for index in range(3)] == ["x"] * 3
+    opened.clear()
+    assert [source[index] for index in range(100)] == ["x"] * 100
+    assert len(opened) == (0 if most else 100)
+    del source
+    gc.collect()
+    assert DataFile._num_open == before
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -4,6 +4,7 @@
     python scripts/benchmark.py --models llama3:small,llama3:mid,qwen3:debugmodel_moe --layouts fsdp1,hsdp4,tp2
     python scripts/benchmark.py --models gpt_oss --attn flex --layouts fsdp1 --dtypes float32
     python scripts/benchmark.py --models llama3:DIR,transformers:DIR --modes eager,compile,graph
+    python scripts/benchmark.py --models qwen3:27M --modes graph:sdpa,graph:varlen --rows 8 --seq_len 512 --document 60
     python scripts/benchmark.py --modes eager,graph,graph@selective,graph@full,graph@75,graph@50,graph@0,blocks@50
     python scripts/benchmark.py --trace_layers 4,8,16,32,64
 
@@ -11,9 +12,10 @@ Each layout is a group of gloo (or, with GPUs, NCCL) processes: hsdp4 has two co
 of ep2 each rank holds half of the experts.
 The modes take turns, step by step, in the same processes, so that whatever else the machine does meets all of them;
 figures are medians, and ratios are medians of the ratios of neighbouring steps, with the first and the third quartile
-of the time's. Memory is the most that one step holds above what it started with: on a CPU from the profiler's record
-of every allocation, on a GPU from the allocator. `predicted_mib` is the forecast by the graph's liveness, with the
-batch's masks. MODE@PERCENT has a memory budget of that part, MODE@full and MODE@selective are what
+of the time's. `cpu_s` is the processor time of the rank's threads, which says more on a busy machine. Memory is the
+most that one step holds above what it started with: on a CPU from the profiler's record of every allocation, on a GPU
+from the allocator. `predicted_mib` is the forecast by the graph's liveness, with the batch's masks. MODE:ATTN has its
+own implementation of attention. MODE@PERCENT has a memory budget of that part, MODE@full and MODE@selective are what
 `activation_checkpoint.mode` calls so. `products_share` is how much of a step its matrix products would take at the rate
 that one large product reaches here, with all processes at it.
 """
@@ -30,12 +32,14 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+import torch.nn.functional as F
 
 from torchtitan_graph import device as devices
 from torchtitan_graph.analysis.liveness import input_memory, peak_memory
@@ -65,6 +69,9 @@ SIZES: dict[str, dict[str, Any]] = {
     "mid": {"dim": 512, "num_layers": 8, "vocab_size": 8192},
     "large": {"dim": 1024, "num_layers": 12, "vocab_size": 16384},
 }
+# qwen3:27M has the proportions of Qwen3 0.6B.
+QWEN3_27M = {"dim": 512, "num_layers": 6, "num_heads": 8, "num_kv_heads": 4, "ffn_dim": 1536, "vocab_size": 8192}
+ATTENTION = ("sdpa", "flex", "varlen")
 MODES = ("eager", "compile", "compile_whole", "graph", "blocks", "whole")
 EAGER = ("eager", "compile", "compile_whole")
 # The compiled regions of a graph; blocks and whole as in compile.codegen.
@@ -78,6 +85,8 @@ def config_of(args: argparse.Namespace) -> Any:
         return load_family(args.family).from_hf_config(json.loads(file.read_text(encoding="utf-8")))
     if args.flavor in flavors:
         return flavors[args.flavor]
+    if (args.family, args.flavor) == ("qwen3", "27M"):
+        return dataclasses.replace(flavors["0.6B"], **QWEN3_27M)
     if args.flavor not in SIZES:
         legal = ", ".join([*SIZES, *flavors])
         raise UserError(
@@ -108,12 +117,14 @@ def make_model(config: Any, args: argparse.Namespace) -> Decoder:
         return load_family(args.family).Model(config, args.attn)
 
 
-def make_batch(rows: int, seq_len: int, vocab_size: int, device: torch.device) -> Batch:
-    """Return a batch of random tokens, four documents a row."""
+def make_batch(rows: int, seq_len: int, vocab_size: int, device: torch.device, mean: float | None = None) -> Batch:
+    """Return a batch of random tokens in documents of half to one and a half times `mean` tokens, or four a row."""
+    mean = mean or -(-seq_len // 4)
     tokens, labels = torch.randint(vocab_size, (2, rows, seq_len), device=device)
-    positions = torch.arange(seq_len, device=device).expand(rows, seq_len)
-    documents = positions * 4 // seq_len
-    return Batch(tokens, labels, (positions % -(-seq_len // 4)).contiguous(), documents.contiguous())
+    ends = (mean * (0.5 + torch.rand(rows, int(2 * seq_len / mean) + 1))).long().clamp(min=1).cumsum(1)
+    documents = torch.searchsorted(ends, torch.arange(seq_len).expand(rows, -1).contiguous(), right=True)
+    positions = torch.arange(seq_len) - F.pad(ends, (1, 0)).gather(1, documents)
+    return Batch(tokens, labels, positions.to(device), documents.to(device))
 
 
 def recompute_of(policy: str) -> Recompute:
@@ -150,19 +161,21 @@ def build(
     mode: str, precision: Precision, args: argparse.Namespace, layout: Layout, device: torch.device
 ) -> tuple[Steps, int | None]:
     """Return a mode's steps, and the peak that the graph predicts."""
-    family, model = load_family(args.family), make_model(config_of(args), args)
-    options, predicted = options_of(mode, precision, args, model, device), None
+    base, _, attn = mode.partition(":")
+    of_mode = argparse.Namespace(**{**vars(args), "attn": attn or args.attn})
+    family, model = load_family(args.family), make_model(config_of(args), of_mode)
+    options, predicted = options_of(base, precision, args, model, device), None
     if options.mode == "graph":
         assembly = Assembly(model, family, layout, options)
         graphs = build_graphs(assembly)
         assert isinstance(graphs.train, TracedResult), "no layout here has stages"
         predicted = peak_memory(graphs.train.gm).num_bytes + input_memory(graphs.train.gm)
         steps = bind_graphs(graphs, assembly)
-    elif mode == "compile_whole":
+    elif base == "compile_whole":
         steps = compile_whole(Assembly(model, family, layout, options))
     else:
         steps = build_steps(Assembly(model, family, layout, options))
-    if mode == "compile":
+    if base == "compile":
         for block in model.blocks.values():
             block.compile()
     initialize(model, 0)
@@ -238,37 +251,43 @@ def measure(rank: int, where: str, args: argparse.Namespace, dtype: str, results
     layout = dims.layout(device.type)
     torch.manual_seed(layout.data_rank)
     precision = Precision(compute=getattr(torch, dtype))
-    batch = make_batch(args.rows, args.seq_len, config_of(args).vocab_size, device)
-    tokens = batch.labels_BL.numel() * dims.data
+    shape = args.rows, args.seq_len, config_of(args).vocab_size, device, args.document
+    tokens = args.rows * args.seq_len * dims.data
     num_tokens = torch.tensor(tokens, device=device)
     rate = product_rate(precision.compute, device)
     steps, memory, predicted, flops = {}, {}, {}, None
     times: dict[str, list[float]] = {mode: [] for mode in args.modes}
+    cpu_times: dict[str, list[float]] = {mode: [] for mode in args.modes}
     for mode in args.modes:
         built, predicted[mode] = build(mode, precision, args, layout, device)
         optimizer = torch.optim.AdamW(built.model.parameters(), fused=True)
+        batch = make_batch(*shape)
         flops = built.count_flops([batch]) if built.flops else flops
 
-        def whole_step(built: Steps = built, optimizer: torch.optim.Optimizer = optimizer) -> None:
+        def whole_step(batch: Batch, built: Steps = built, optimizer: torch.optim.Optimizer = optimizer) -> None:
             built.train([batch], num_tokens)
             optimizer.step()
             optimizer.zero_grad()
 
         for _ in range(2):
-            whole_step()
+            whole_step(batch)
         steps[mode] = whole_step
-        memory[mode] = statistics.median(peak_bytes(whole_step) for _ in range(3))
+        memory[mode] = statistics.median(peak_bytes(partial(whole_step, batch)) for _ in range(3))
     for _ in range(args.steps):
+        batch = make_batch(*shape)
         for mode in args.modes:
             dist.barrier()
-            begin = time.perf_counter()
-            steps[mode]()
+            begin, of_cpu = time.perf_counter(), time.process_time()
+            steps[mode](batch)
             synchronize()
             times[mode].append(time.perf_counter() - begin)
+            cpu_times[mode].append(time.process_time() - of_cpu)
     reference = args.modes[0]
     for mode in args.modes if rank == 0 else ():
         step_s = statistics.median(times[mode])
-        ratios = [a / b for a, b in zip(times[mode], times[reference], strict=True)]
+        ratios, of_cpu = (
+            [a / b for a, b in zip(each[mode], each[reference], strict=True)] for each in (times, cpu_times)
+        )
         peak_flops = devices.peak_flops()
         row = {
             "model": f"{args.family}:{args.flavor} {args.attn}",
@@ -281,6 +300,8 @@ def measure(rank: int, where: str, args: argparse.Namespace, dtype: str, results
             **({"mfu": round(flops / step_s / peak_flops, 3)} if flops and peak_flops else {}),
             f"time_to_{reference}": round(statistics.median(ratios), 3),
             "quartiles": [round(x, 3) for x in statistics.quantiles(ratios, n=4)[::2]] if len(ratios) > 1 else None,
+            "cpu_s": round(statistics.median(cpu_times[mode]), 4),
+            f"cpu_to_{reference}": round(statistics.median(of_cpu), 3),
             "peak_mib": round(memory[mode] / 2**20, 1),
             f"memory_to_{reference}": round(memory[mode] / memory[reference], 3),
             **({"predicted_mib": round(known / 2**20, 1)} if (known := predicted[mode]) else {}),
@@ -333,12 +354,13 @@ def check_numbers(args: argparse.Namespace, *names: str) -> None:
 
 def check_arguments(args: argparse.Namespace) -> None:
     """Raise a UserError for an error that each process would find only later, or that would measure nothing."""
-    check_numbers(args, "rows", "seq_len", "steps", "trace_layers")
+    check_numbers(args, "rows", "seq_len", "document", "steps", "trace_layers")
     if args.json and not args.json.absolute().parent.is_dir():
         raise UserError(f"--json {args.json}: there is no folder for it")
     graphs = ("graph", *REGIONS)
     policy, fusions = rf"({'|'.join(graphs)})@(\d\d?|100|selective|full)", rf"({'|'.join(FUSIONS)})"
-    modes = [mode for mode in args.modes if not re.fullmatch(rf"{policy}|{fusions}(\+{fusions})*", mode)]
+    bases = [re.sub(f":({'|'.join(ATTENTION)})$", "", mode) for mode in args.modes]
+    modes = [base for base in bases if not re.fullmatch(rf"{policy}|{fusions}(\+{fusions})*", base)]
     known = (*EAGER, *graphs, *FUSIONS)
     for name, given, legal in (
         ("dtypes", args.dtypes, ("float32", "bfloat16")),
@@ -378,12 +400,13 @@ def main() -> None:
         "eager; eager with torch.compile of each block (compile) or of the whole forward (compile_whole);"
         " graph; graphs that Inductor compiles: regional (feed-forwards), blocks, whole;"
         " fusions alone: rms_norm, swiglu+rope; a graph that computes more again: graph@selective, graph@full, with a"
-        " memory budget graph@50, blocks@50"
+        " memory budget graph@50, blocks@50; with its own attention graph:varlen"
     )
     parser.add_argument("--modes", type=words, default=list(MODES), help=f"{modes}; the first is the reference")
-    parser.add_argument("--attn", default="sdpa", choices=("sdpa", "flex"), help="attention (default sdpa)")
+    parser.add_argument("--attn", default="sdpa", choices=ATTENTION, help="attention (default sdpa)")
     parser.add_argument("--rows", type=int, default=1, help="rows per rank (default 1)")
     parser.add_argument("--seq_len", type=int, default=1024, help="tokens per row (default 1024)")
+    parser.add_argument("--document", type=int, help="tokens of a document in the mean (default: a quarter of a row)")
     parser.add_argument("--steps", type=int, default=9, help="measured steps per mode (default 9)")
     parser.add_argument("--disable", type=words, default=[], help="passes to leave out of the graph")
     parser.add_argument("--trace_layers", type=integers, help="measure only tracing, at these numbers of layers")

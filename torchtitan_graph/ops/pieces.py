@@ -4,8 +4,8 @@ Note [Pieces]
 A piece has consecutive queries of one segment, and the keys up to the last of them. Where its first query is the
 segment's first, the kernel is causal; else a mask hides what is later, or before the window. So a window's segment is
 its beginning, as long as the window, and blocks of queries behind it; under context parallelism a piece is a run of a
-rank's queries. Short pieces are rounded up to a common length, by queries and keys of the tokens that follow: those
-keys are later than all queries of the piece, and the results of those queries are dropped.
+rank's queries. A piece has a call of its own, for which no query, key or value is copied. Only very short ones, whose
+work is less than a call's, are copied and computed several a call.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-LONGEST_ROUNDED = 128  # queries of a piece; longer ones keep the kernel busy alone
-ROWS_AT_A_TIME = 2048  # of keys, in a call of several pieces: their copies stay small
+LONGEST_GROUPED = 8  # queries of a piece: to copy longer ones takes more time than calls of their own
+ROWS_AT_A_TIME = 512  # of keys, in a call of several pieces: their copies stay small
 
 Places = Tensor | slice
 
@@ -39,10 +39,8 @@ class Call(NamedTuple):
 
     number   of pieces
     length   of each, in queries
-    queries  the rows of their queries, and of those that round them up
+    queries  the rows of their queries
     keys     the rows of their keys
-    own      the rows of the pieces' own queries
-    real     where those are among `queries`; all without rounding
     offset   as in `Piece`
     window   the most keys that a query sees
     """
@@ -51,8 +49,6 @@ class Call(NamedTuple):
     length: int
     queries: Places
     keys: Places
-    own: Places
-    real: Places
     offset: int
     window: int
 
@@ -74,24 +70,16 @@ def calls_of(bounds: tuple[int, ...], window: int, places: tuple[int, ...], L: i
         window: the most tokens that a token sees.
         places: the places of the queries in each row; none: one at each place.
     """
-    alike = defaultdict[tuple[int, int], list[Piece]](list)
+    alike, calls = defaultdict[tuple[int, int], list[Piece]](list), []
     for piece in _pieces(bounds, window, places, L):
-        alike[_rounded(piece.length), piece.offset].append(piece)
-    num_keys, num_queries = bounds[-1], bounds[-1] // L * (len(places) or L)
-    calls = []
+        if piece.length > LONGEST_GROUPED:
+            calls.append(_call([piece], window))
+        else:
+            alike[piece.length, piece.offset].append(piece)
     for (length, offset), pieces in alike.items():
         most = max(1, ROWS_AT_A_TIME // (length + offset))
-        for begin in range(0, len(pieces), most):
-            calls.append(_call(pieces[begin : begin + most], length, offset, window, num_queries, num_keys))
+        calls += [_call(pieces[begin : begin + most], window) for begin in range(0, len(pieces), most)]
     return tuple(calls)
-
-
-def _rounded(length: int) -> int:
-    """Return a length rounded up to three significant bits."""
-    if length > LONGEST_ROUNDED:
-        return length
-    step = 1 << max(0, (length - 1).bit_length() - 3)
-    return -(-length // step) * step
 
 
 def _pieces(bounds: Sequence[int], window: int, places: Sequence[int], L: int) -> Iterator[Piece]:
@@ -115,18 +103,15 @@ def _runs(places: Sequence[int]) -> Iterator[tuple[int, int, int]]:
         yield places[begin], begin, end - begin
 
 
-def _call(pieces: Sequence[Piece], length: int, offset: int, window: int, num_queries: int, num_keys: int) -> Call:
-    query_P, length_P, key_P = (torch.tensor(x, device="cpu").unsqueeze(1) for x in list(zip(*pieces, strict=True))[:3])
-    own_L = torch.arange(length, device="cpu")
-    queries = (query_P + own_L).clamp(max=num_queries - 1).flatten()
-    keys = (key_P + torch.arange(length + offset, device="cpu")).clamp(max=num_keys - 1).flatten()
-    real = (own_L < length_P).flatten().nonzero().squeeze(1)
-    places = [_as_slice(x) for x in (queries, keys, queries[real], real)]
-    return Call(len(pieces), length, places[0], places[1], places[2], places[3], offset, window)
+def _call(pieces: Sequence[Piece], window: int) -> Call:
+    _, length, _, offset = pieces[0]
+    queries = _places([piece.query for piece in pieces], length)
+    keys = _places([piece.key for piece in pieces], offset + length)
+    return Call(len(pieces), length, queries, keys, offset, window)
 
 
-def _as_slice(places: Tensor) -> Places:
-    """Return consecutive places as a slice, of which nothing is copied."""
-    first = int(places[0])
-    is_run = torch.equal(places, torch.arange(first, first + len(places), device="cpu"))
-    return slice(first, first + len(places)) if is_run else places
+def _places(begins: Sequence[int], length: int) -> Places:
+    """Return so many places from each beginning on: of a single one as a slice, of which nothing is copied."""
+    if len(begins) == 1:
+        return slice(begins[0], begins[0] + length)
+    return (torch.tensor(begins, device="cpu").unsqueeze(1) + torch.arange(length, device="cpu")).flatten()

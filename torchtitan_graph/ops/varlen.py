@@ -91,12 +91,20 @@ def _fake_backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: object
 
 
 def _scratch(q_BLNH: Tensor, k_BLKH: Tensor, copies: int) -> int:
-    """Return the bytes of a call's copies of queries, keys, values and results on a CPU: of the rows of several pieces,
-    or of a row, keys and values for each query head of a group."""
+    """Return the most bytes of a call's temporaries on a CPU: so many copies of a row's queries, which may be a single
+    piece, or, if rows are short, of those of a call of several pieces, whose arguments are copied, too."""
     if q_BLNH.device.type != "cpu":
         return 0
+    B, L = k_BLKH.shape[:2]
     row = num_bytes(q_BLNH) // (q_BLNH.shape[0] * q_BLNH.shape[1])
-    return copies * row * min(max(ROWS_AT_A_TIME, k_BLKH.shape[1]), k_BLKH.shape[0] * k_BLKH.shape[1])
+    return copies * row * max(L, min(2 * ROWS_AT_A_TIME, B * L))
+
+
+def _scratch_of_backward(d_out_BLNH: Tensor, q_BLNH: Tensor, k_BLKH: Tensor, *_: object, **__: object) -> int:
+    """Return the bytes of backward's temporaries; where keys are in half precision, the sums of two gradients, too."""
+    is_half = wide(k_BLKH.dtype) != k_BLKH.dtype
+    sums = 2 * k_BLKH.numel() * wide(k_BLKH.dtype).itemsize if is_half and k_BLKH.device.type == "cpu" else 0
+    return _scratch(q_BLNH, k_BLKH, 6) + sums
 
 
 def _whole_rows(floats: Sequence[Tensor], number: int) -> Tensor:
@@ -124,7 +132,7 @@ def _backward(ctx, d_out_BLNH: Tensor, *unused: None):  # type: ignore[no-untype
     setup=_save,
     backward=_backward,
     attention=Attention(length=1),
-    scratch=lambda q, k, *_, **__: _scratch(q, k, 4),
+    scratch=lambda q, k, *_, **__: _scratch(q, k, 2),
     recompute="costly",
     examples=_whole_rows,
 )
@@ -166,7 +174,7 @@ def varlen_attention(
 @operator(
     _fake_backward,
     attention=Attention(query=1, length=1, is_backward=True),
-    scratch=lambda d_out, q, k, *_, **__: _scratch(q, k, 8),
+    scratch=_scratch_of_backward,
     examples=_whole_rows,
 )
 def varlen_attention_backward(

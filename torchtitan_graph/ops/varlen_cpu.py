@@ -1,4 +1,9 @@
-"""Attention within segments by a CPU's kernel, call by call; see Note [Pieces]."""
+"""Attention within segments by a CPU's kernel, call by call; see Note [Pieces].
+
+Note [Groups of queries]
+The kernel has no heads of keys that several heads of queries share. So a head of keys counts as a row of a batch, whose
+heads are the G heads of queries that it serves: they read one head of keys, expanded and not copied.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +14,6 @@ from torch import Tensor
 
 from torchtitan_graph.ops.pieces import Call, Places
 from torchtitan_graph.torch_private.flash import cpu_backward, cpu_forward
-
-_ALL = slice(None)
 
 
 def attend_in_pieces(
@@ -23,11 +26,14 @@ def attend_in_pieces(
     scale: float,
 ) -> None:
     """Write the result of attention, and the logarithms of the sums of exponentials."""
+    K = k_TKH.shape[1]
+    q_KGTH, k_KGTH, v_KGTH, out_KGTH = (_by_head(x, K) for x in (q_TNH, k_TKH, v_TKH, out_TNH))
+    lse_KGT = lse_NT.unflatten(0, (K, -1))
     for call in calls:
-        q_PNLH, k_PNLH, v_PNLH = _inputs(call, q_TNH, k_TKH, v_TKH)
-        out_PNLH, lse_PNL = cpu_forward(q_PNLH, k_PNLH, v_PNLH, call.seen(), scale)
-        out_TNH[call.own] = _rows(out_PNLH)[call.real]
-        lse_NT[:, call.own] = _rows(lse_PNL)[call.real].t()
+        out, lse = cpu_forward(*_inputs(call, q_KGTH, k_KGTH, v_KGTH), call.seen(), scale)
+        out_KGTH[:, :, call.queries] = _rows(out, call)
+        lse_KGT[:, :, call.queries] = _rows(lse, call)
+        del out, lse  # before the next call needs memory
 
 
 def gradients_in_pieces(
@@ -42,51 +48,44 @@ def gradients_in_pieces(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of queries, keys and values; those of keys that are in several pieces are added up in the
     type of `lse_NT`."""
+    K = k_TKH.shape[1]
     dq_TNH = torch.empty_like(q_TNH, memory_format=torch.contiguous_format)
     dk_TKH, dv_TKH = (torch.zeros(x.shape, dtype=lse_NT.dtype, device=x.device) for x in (k_TKH, v_TKH))
+    q_KGTH, k_KGTH, v_KGTH = (_by_head(x, K) for x in (q_TNH, k_TKH, v_TKH))
+    d_out_KGTH, out_KGTH, dq_KGTH = (_by_head(x, K) for x in (d_out_TNH, out_TNH, dq_TNH))
+    lse_KGT = lse_NT.unflatten(0, (K, -1))
     for call in calls:
-        q_PNLH, k_PNLH, v_PNLH = _inputs(call, q_TNH, k_TKH, v_TKH)
-        out_PNLH = _by_piece(out_TNH[call.queries], call)
-        # A query that rounds a piece up adds nothing: its gradient is 0, its denominator infinite.
-        d_out_PNLH = _by_piece(_filled(d_out_TNH[call.own], call, 0.0), call)
-        lse_PNL = _by_piece(_filled(lse_NT[:, call.own].t(), call, float("inf")), call)
-        d_q, d_k, d_v = cpu_backward(d_out_PNLH, q_PNLH, k_PNLH, v_PNLH, out_PNLH, lse_PNL, call.seen(), scale)
-        dq_TNH[call.own] = _rows(d_q)[call.real]
-        _add(dk_TKH, call.keys, _rows(d_k))
-        _add(dv_TKH, call.keys, _rows(d_v))
+        d_out, out, lse = (_pieces(x, call.queries, call) for x in (d_out_KGTH, out_KGTH, lse_KGT))
+        inputs = _inputs(call, q_KGTH, k_KGTH, v_KGTH)
+        d_q, d_k, d_v = cpu_backward(d_out, *inputs, out, lse, call.seen(), scale)
+        dq_KGTH[:, :, call.queries] = _rows(d_q, call)
+        for total_TKH, part in ((dk_TKH, d_k), (dv_TKH, d_v)):
+            part_TKH = _rows(part.sum(1, keepdim=True, dtype=total_TKH.dtype), call).squeeze(1).transpose(0, 1)
+            if isinstance(call.keys, slice):
+                total_TKH[call.keys] += part_TKH
+            else:
+                total_TKH.index_add_(0, call.keys, part_TKH)
+        del d_q, d_k, d_v, d_out, inputs, out, lse, part, part_TKH  # before the next call needs memory
     return dq_TNH, dk_TKH.type_as(k_TKH), dv_TKH.type_as(v_TKH)
 
 
-def _inputs(call: Call, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the queries, keys and values of a call's pieces: a CPU's kernel has no groups of queries."""
-    groups = q_TNH.shape[1] // k_TKH.shape[1]
-    k, v = (x[call.keys].repeat_interleave(groups, dim=1) if groups > 1 else x[call.keys] for x in (k_TKH, v_TKH))
-    return _by_piece(q_TNH[call.queries], call), _by_piece(k, call), _by_piece(v, call)
+def _by_head(rows: Tensor, K: int) -> Tensor:
+    """Return a view (K, heads / K, T, H) of rows (T, heads, H)."""
+    return rows.unflatten(1, (K, -1)).movedim(0, 2)
 
 
-def _by_piece(rows: Tensor, call: Call) -> Tensor:
-    """Reshape rows (T, N, ...) to pieces (P, N, L, ...)."""
-    return rows.unflatten(0, (call.number, -1)).transpose(1, 2)
+def _inputs(call: Call, q_KGTH: Tensor, k_KGTH: Tensor, v_KGTH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the queries, keys and values of a call's pieces; see Note [Groups of queries]."""
+    q, k, v = _pieces(q_KGTH, call.queries, call), _pieces(k_KGTH, call.keys, call), _pieces(v_KGTH, call.keys, call)
+    return q, k.expand(-1, q.shape[1], -1, -1), v.expand(-1, q.shape[1], -1, -1)
 
 
-def _rows(pieces: Tensor) -> Tensor:
-    """Reshape pieces (P, N, L, ...) to rows (T, N, ...)."""
-    return pieces.transpose(1, 2).flatten(0, 1)
+def _pieces(x_KGT: Tensor, places: Places, call: Call) -> Tensor:
+    """Return the pieces (K * pieces, G, L, ...) at places of (K, G, T, ...); a single piece is a view."""
+    part = x_KGT[:, :, places]
+    return part if call.number == 1 else part.unflatten(2, (call.number, -1)).movedim(2, 1).flatten(0, 1)
 
 
-def _filled(rows: Tensor, call: Call, value: float) -> Tensor:
-    """Return the rows of all of a call's queries, from those of its pieces' own; others have the value."""
-    if len(rows) == call.number * call.length:
-        return rows
-    filled = rows.new_full((call.number * call.length, *rows.shape[1:]), value)
-    filled[call.real] = rows
-    return filled
-
-
-def _add(total_TKH: Tensor, keys: Places, part_TNH: Tensor) -> None:
-    """Add the gradients of some keys, one for each query head, to those of all."""
-    part_TKH = part_TNH.unflatten(1, (total_TKH.shape[1], -1)).sum(2, dtype=total_TKH.dtype)
-    if isinstance(keys, slice):
-        total_TKH[keys] += part_TKH
-    else:
-        total_TKH.index_add_(0, keys, part_TKH)
+def _rows(pieces: Tensor, call: Call) -> Tensor:
+    """Reshape pieces (K * pieces, G, L, ...) to (K, G, pieces * L, ...)."""
+    return pieces if call.number == 1 else pieces.unflatten(0, (-1, call.number)).movedim(1, 2).flatten(2, 3)

@@ -1,11 +1,16 @@
 """Attention within segments: sdpa's numbers under the mask of the same documents, and what it can't do is refused."""
 
+import itertools
+import json
+from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from torchtitan_graph.check.kernels import same_and_earlier
 from torchtitan_graph.config import load, target_of
@@ -16,7 +21,8 @@ from torchtitan_graph.models.layers.attention import attend
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.models.layers.masks import Rule, all_of, begins_of, build_mask, causal, same_document, sliding
 from torchtitan_graph.models.spec import load_family, tiny_config
-from torchtitan_graph.ops.varlen import Segments, segments_of, varlen_attention
+from torchtitan_graph.ops.operator import operator_of
+from torchtitan_graph.ops.varlen import Segments, segments_of, varlen_attention, varlen_attention_backward
 from torchtitan_graph.parallel.sequence import places_of
 
 CPU = torch.device("cpu")
@@ -111,6 +117,34 @@ def test_a_row_gives_the_same_bits_in_every_layer() -> None:
     documents_BL, (q, k, v) = documents("random"), inputs(2)
     twice = [results([q, k, v], attend(q, k, v, segments_of(begins_of(documents_BL), CPU, 5))) for _ in range(2)]
     assert largest_gap(*twice) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("length", [1024, 7])
+def test_memory_is_what_is_forecast(length: int, dtype: torch.dtype, tmp_path: Path) -> None:
+    documents_BL = (torch.arange(1024) // length).expand(2, -1)
+    segments = segments_of(begins_of(documents_BL), CPU)
+    q, k, v, d_out = (torch.randn(2, 1024, heads, 64).to(dtype) for heads in (8, 4, 4, 8))
+    places = segments.begins, segments.sizes, segments.places, None, 0.2
+    out, lse = varlen_attention(q, k, v, *places)
+    for call in (
+        partial(varlen_attention, q, k, v, *places),
+        partial(varlen_attention_backward, d_out, q, k, v, out, lse, *places),
+    ):
+        scratch = operator_of(call.func).scratch
+        assert scratch is not None
+        results = sum(x.numel() * x.element_size() for x in call())
+        measured = peak_bytes(call, tmp_path / "trace.json") - results
+        assert measured < scratch(*call.args) < 2.1 * measured
+
+
+def peak_bytes(call: Callable[[], object], file: Path) -> int:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as measured:
+        call()
+    measured.export_chrome_trace(str(file))
+    events = [e for e in json.loads(file.read_text())["traceEvents"] if e.get("name") == "[memory]"]
+    events.sort(key=lambda e: e["ts"])
+    return max(itertools.accumulate(event["args"]["Bytes"] for event in events))
 
 
 def tiny(family: str) -> Decoder:

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import importlib
+import inspect
 import re
 import reprlib
 import warnings
@@ -82,12 +83,14 @@ def capture_strictly(
     from torch._dynamo.functional_export import create_fx_graph_from_captured_output
     from torch._dynamo.hooks import Hooks
     from torch._dynamo.utils import dynamo_timed, get_metrics_context
+    from torch._dynamo.variables.misc import AutogradFunctionVariable
 
     def new_env(**options: Any) -> ShapeEnv:
         env = ShapeEnv(**options)
         env.guards = new_guards()
         return env
 
+    call_apply = _keeping_context(AutogradFunctionVariable.call_apply)
     regions = importlib.import_module("torch._higher_order_ops.invoke_subgraph")  # an operator has the module's name
     strict: dict[str, Any] = dict(specialize_int=True, specialize_float=True, automatic_dynamic_shapes=False)
     strict |= dict(skip_nnmodule_hook_guards=False)  # a hook that is added later must violate a guard
@@ -98,6 +101,7 @@ def capture_strictly(
         mock.patch.object(regions, "invoke_subgraph_placeholder", _call),
         mock.patch.object(dynamo_builder, "is_invoke_subgraph", lambda value: False),
         mock.patch.object(dynamo_output, "ShapeEnv", new_env),
+        mock.patch.object(AutogradFunctionVariable, "call_apply", call_apply),
         warnings.catch_warnings(),
         _seen_changes() as changed,
         get_metrics_context(),
@@ -152,6 +156,30 @@ def _call(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a `nested_compile_region` as it runs without Dynamo: then it may return and change anything. Dynamo's
     operator would name all layers as the first one, and recompute forward in backward."""
     return fn(*args, **kwargs)
+
+
+def _keeping_context(call_apply: Callable[..., Any]) -> Callable[..., Any]:
+    """Return Dynamo's call of an autograd function, mended: where nothing takes gradients, it leaves the context out if
+    there are as many arguments as forward has parameters. With a context and `*tensors` that may be so by chance."""
+    from torch._dynamo.source import AttrSource
+    from torch._dynamo.variables.base import VariableTracker
+    from torch._dynamo.variables.misc import AutogradFunctionContextVariable
+    from torch.autograd.function import _is_setup_context_defined
+
+    def call(self: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        forward = self.fn_cls.forward
+        tensors: list[Any] = []
+        kinds = [each.kind for each in inspect.signature(forward).parameters.values()]
+        VariableTracker.visit(lambda each: tensors.append(each) if each.is_tensor() else None, (args, kwargs))
+        takes_gradients = torch.is_grad_enabled() and any(each.requires_grad is not False for each in tensors)
+        is_by_chance = inspect.Parameter.VAR_POSITIONAL in kinds and len(args) == len(kinds) and not kwargs
+        if takes_gradients or not is_by_chance or _is_setup_context_defined(self.fn_cls.setup_context):
+            return call_apply(self, tx, args, kwargs)
+        context = AutogradFunctionContextVariable.create(tx, args, kwargs)
+        source = self.source and AttrSource(self.source, "forward")
+        return VariableTracker.build(tx, forward, source=source, realize=True).call_function(tx, [context, *args], {})
+
+    return call
 
 
 WRAPPERS = (tag_activation_checkpoint, wrap)  # Dynamo's operators that take a graph, and return its results

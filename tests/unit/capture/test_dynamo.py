@@ -171,6 +171,24 @@ def test_forward_may_take_any_number_of_arguments() -> None:
     assert torch.equal(run_traced(traced, module=model)(X, X + 1)[0], model(X + X + 1).sum())
 
 
+class Sum(torch.autograd.Function):
+    """A sum of any number of tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
+        return sum(tensors[1:], tensors[0])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        raise NotImplementedError
+
+
+def test_an_autograd_function_keeps_its_context_where_nothing_takes_gradients() -> None:
+    """Dynamo alone takes the first of two tensors for it, as forward has two parameters, and returns the other one."""
+    traced = dynamo_capture(lambda x, y: Sum.apply(x, y))(X, 2 * X)  # type: ignore[no-untyped-call]
+    assert torch.equal(run_traced(traced)(X, 2 * X), 3 * X)
+
+
 def test_a_dataclass_comes_and_goes() -> None:
     model, given = net(), Setting(X, 2)
     traced = dynamo_capture(lambda s: Setting(model(s.x) * s.factor, s.factor + 1), model)(given)

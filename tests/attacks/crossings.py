@@ -110,8 +110,10 @@ def make_inputs(folder: Path) -> None:
     kinds += [(f"transformers-{kind}", "transformers", kind) for kind in WRAPPED]
     for name, family, flavor in kinds:
         module = load_family(family)
+        config = module.FLAVORS[flavor]
+        sizes = {key: size for key, size in SIZES.items() if getattr(config, key, 0)}  # without experts: 0
         with torch.device("meta"):
-            model = module.Model(tiny_config(module.FLAVORS[flavor], **SIZES), "sdpa")
+            model = module.Model(tiny_config(config, **sizes), "sdpa")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             allocate(model, torch.float32)

@@ -17,8 +17,9 @@ from torchtitan_graph.capture.state import local_part
 from torchtitan_graph.capture.step import StepOutput
 from torchtitan_graph.checkpoint import Checkpointer, tensors_of
 from torchtitan_graph.checkpoint.folder import TMP
+from torchtitan_graph.data.batches import Deal
 from torchtitan_graph.data.feed import Feed, Microbatches
-from torchtitan_graph.data.loader import Deal, merge_states
+from torchtitan_graph.data.positions import merge_states
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
 from torchtitan_graph.metrics import Metrics

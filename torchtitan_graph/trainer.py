@@ -35,12 +35,13 @@ from torchtitan_graph.checkpoint import (
 )
 from torchtitan_graph.config import check_length, dump_toml, job
 from torchtitan_graph.config.job import validation_metrics
+from torchtitan_graph.data.counts import Counts, in_words
 from torchtitan_graph.data.feed import Feed, Microbatches
 from torchtitan_graph.data.forms import RowFormat
 from torchtitan_graph.data.lengths import epochs_in_words
-from torchtitan_graph.data.loader import DataLoader, build_dataloader, merge_states, rows_of_epochs
+from torchtitan_graph.data.loader import DataLoader, build_dataloader
 from torchtitan_graph.data.open_corpus import Opened, naming_set, validation_corpus
-from torchtitan_graph.data.packing import Counts, in_words
+from torchtitan_graph.data.positions import merge_states, rows_of_epochs
 from torchtitan_graph.delivery import Delivery, base_of, deliver
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.forecast import check_fits, forecast

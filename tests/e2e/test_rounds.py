@@ -26,7 +26,8 @@ from torchtitan_graph.checkpoint import load_model
 from torchtitan_graph.config import JobConfig, load, run_folder
 from torchtitan_graph.config.job import FaultTolerance
 from torchtitan_graph.data.batch import IGNORE_INDEX, Batch
-from torchtitan_graph.data.loader import Deal, build_dataloader
+from torchtitan_graph.data.batches import Deal
+from torchtitan_graph.data.loader import build_dataloader
 from torchtitan_graph.data.tokenizer import load_tokenizer
 from torchtitan_graph.models.layers.init import initialize
 from torchtitan_graph.optim import build_lr_scheduler, build_optimizer

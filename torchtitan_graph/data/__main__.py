@@ -21,10 +21,10 @@ from torchtitan_graph.command import command, make_parser, run_command
 from torchtitan_graph.config import check_data, job
 from torchtitan_graph.config.load import load, read_beside
 from torchtitan_graph.data.batch import IGNORE_INDEX
+from torchtitan_graph.data.counts import in_words
 from torchtitan_graph.data.forms import RowFormat
 from torchtitan_graph.data.lengths import epochs_in_words
 from torchtitan_graph.data.loader import DataLoader, build_dataloader
-from torchtitan_graph.data.packing import in_words
 from torchtitan_graph.data.tokenizer import Tokenizer, load_tokenizer
 from torchtitan_graph.log import logger
 

@@ -5,7 +5,8 @@ import os
 from typing import Any
 
 from torchtitan_graph.data.corpus import Corpus, ShuffledCorpus
-from torchtitan_graph.data.forms import Conversation, Form, RowFormat
+from torchtitan_graph.data.forms import RowFormat
+from torchtitan_graph.data.row_forms import Conversation, Form
 from torchtitan_graph.data.shards import Shards
 from torchtitan_graph.data.sources import Chain
 from torchtitan_graph.data.texts import TextFiles

@@ -11,7 +11,8 @@ from torchtitan_graph.data.columns import find_column, value_of, without_nulls
 from torchtitan_graph.data.corpus import Corpus, ShuffledCorpus, in_split, num_lanes, option_of, shuffled
 from torchtitan_graph.data.document import Document
 from torchtitan_graph.data.files import DataFile
-from torchtitan_graph.data.forms import Form, RowFormat
+from torchtitan_graph.data.forms import RowFormat
+from torchtitan_graph.data.row_forms import Form
 from torchtitan_graph.data.sources import Chain, Source, digest_files, is_small
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.patience import is_transient

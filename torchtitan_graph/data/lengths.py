@@ -7,8 +7,9 @@ from functools import partial
 from typing import NamedTuple
 
 from torchtitan_graph.data.batch import IGNORE_INDEX
+from torchtitan_graph.data.counts import Counts, in_words
 from torchtitan_graph.data.mixture import Mixture
-from torchtitan_graph.data.packing import Counts, Cursor, Lane, in_words
+from torchtitan_graph.data.packing import Cursor, Lane
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
 from torchtitan_graph.parallel.agree import counting_group, gather_from_ranks, on_rank_0

@@ -9,7 +9,8 @@ import numpy as np
 from torchtitan_graph.data.bad_rows import BadRow
 from torchtitan_graph.data.document import Document
 from torchtitan_graph.data.files import DataFile, decode, unpacked, without_gz
-from torchtitan_graph.data.forms import Form, RowFormat, form_of
+from torchtitan_graph.data.forms import RowFormat, form_of
+from torchtitan_graph.data.row_forms import Form
 from torchtitan_graph.data.sources import digest_files, is_small
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.small_files import BadFile, parse_json

@@ -2,28 +2,29 @@
 
 import functools
 import math
-import os
-import re
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch.utils.data import IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from torchtitan_graph.config import job
 from torchtitan_graph.data.batch import IGNORE_INDEX, Batch
+from torchtitan_graph.data.batches import Deal, Rows
 from torchtitan_graph.data.corpus import Corpus
+from torchtitan_graph.data.counts import Counts, in_words
 from torchtitan_graph.data.describe import log_corpus
 from torchtitan_graph.data.forms import RowFormat
 from torchtitan_graph.data.lengths import Length, count_lengths, reach
 from torchtitan_graph.data.mixture import Mixture, Origin
 from torchtitan_graph.data.open_corpus import Opened, open_corpus, open_mixture
-from torchtitan_graph.data.packing import Counts, Cursor, Lane, Packing, in_words, open_lane, window_rows
+from torchtitan_graph.data.packing import Cursor, Packing
+from torchtitan_graph.data.positions import differing
 from torchtitan_graph.data.special_tokens import warn_of_special_tokens
 from torchtitan_graph.data.tokenizer import Tokenizer
+from torchtitan_graph.data.whole_lane import open_lane, window_rows
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
 
@@ -38,32 +39,11 @@ from torchtitan_graph.log import logger
 # With replica groups a step has a fixed number of microbatches, which are dealt to the replicas that live, see `Deal`.
 # The position is then known after whole steps, once the replicas have exchanged how far each has read: `exchange`.
 
-
 _WHOLE_BEFORE = ", longer conversations: "  # in the row length of positions by earlier releases
 _OR_AGAIN = (
     "or begin a new run, or resume the model at the beginning of the data: checkpoint.load_step with"
     " checkpoint.exclude_from_loading = ['dataloader']."
 )
-_SHOWN = 80  # characters of what differs, in a message
-
-
-class Deal(NamedTuple):
-    """The microbatches of a step that this replica takes: of `total` those numbered `replica`, `replica + living`, ...,
-    `replica` being its index among the replicas that live."""
-
-    replica: int = 0
-    living: int = 1
-    total: int = 1
-
-    @property
-    def own(self) -> int:
-        """The number of microbatches of this replica."""
-        return len(range(self.replica, self.total, self.living))
-
-    def number(self, batch: int) -> int:
-        """Return the number, over all steps and replicas, of this replica's microbatch `batch`."""
-        step, nth = divmod(batch, self.own)
-        return step * self.total + self.replica + nth * self.living
 
 
 class DataLoader:
@@ -103,7 +83,7 @@ class DataLoader:
         self._counts_with: tuple[int, int] | None = None  # this rank and the number of ranks, where they count together
         packing = Packing(seq_len, epochs, multiple is not None, alone, too_long)
         self._open_lane = functools.partial(open_lane, self._mixture, tokenizer, packing)
-        rows = _Rows(self._mixture, self._open_lane, multiple or seq_len, local_batch_size, dp_rank, dp_degree)
+        rows = Rows(self._mixture, self._open_lane, multiple or seq_len, local_batch_size, dp_rank, dp_degree)
         rows.deal = Deal(total=num_microbatches)
         self._rows = rows
         self.source_names = self._mixture.names
@@ -295,7 +275,7 @@ class DataLoader:
             )
         for key, here in self._identity.items():
             if state.get(key) != here:
-                theirs, ours = _differing(repr(state.get(key)), repr(here))
+                theirs, ours = differing(repr(state.get(key)), repr(here))
                 earlier = " (or by a release that took the rows of epochs in another order)" * (key == "epochs")
                 raise UserError(
                     f"checkpoint: its data position was saved with {key} = {theirs}{earlier}, this run has {ours}."
@@ -349,45 +329,6 @@ def _cursors(numbers: list[int]) -> list[Cursor]:
     return [Cursor(*numbers[i : i + size]) for i in range(0, len(numbers), size)]
 
 
-def _differing(saved: str, here: str) -> tuple[str, str]:
-    """Return the part of two texts where they begin to differ, for a message, with hashes abbreviated.
-
-    A corpus is the hash of its documents, then how rows are read, which may hold a whole chat template.
-    """
-    saved, here = (re.sub("[0-9a-f]{64}", lambda digits: digits[0][:8], text) for text in (saved, here))
-    same = len(os.path.commonprefix([saved, here]))
-    begin = max(0, same - _SHOWN // 3) if same > _SHOWN // 2 else 0
-    return _cut(saved, begin), _cut(here, begin)
-
-
-def _cut(text: str, begin: int) -> str:
-    end = begin + _SHOWN
-    head = text[: _SHOWN // 4] + "..." if begin else ""
-    return head + text[begin:end] + "..." * (end < len(text))
-
-
-def merge_states(states: list[dict[str, Any]]) -> dict[str, Any]:
-    """Merge the parts of all data-parallel ranks into one position, equal for any number of ranks."""
-    first = states[0]
-    own = ("lanes", "counts")
-    same = all({**state, **{key: first[key] for key in own}} == first for state in states)
-    assert same, "ranks at different steps, or runs"
-    lanes = [max(cursors) for cursors in zip(*(state["lanes"] for state in states), strict=True)]
-    counted = functools.reduce(
-        Counts.__add__, [Counts(*state["counts"]) for state in states], Counts(*first["counted"])
-    )
-    merged = {**first, "lanes": lanes, "counted": list(counted)}
-    del merged["counts"]
-    return merged
-
-
-def rows_of_epochs(position: dict[str, Any] | None) -> float:
-    """Return the number of rows of all epochs by a saved position, math.inf if it doesn't hold it."""
-    lengths = [Length.from_list(each) for each in (position or {}).get("lengths", ())]
-    is_known = lengths and all(each.has_ended for each in lengths)
-    return sum(each.rows for each in lengths) if is_known else math.inf
-
-
 def build_dataloader(
     *,
     dataset: str,
@@ -419,95 +360,3 @@ def build_dataloader(
         if split != "validation":  # validation documents are like training's
             warn_of_special_tokens(corpus, tokenizer, dataset_path or dataset)
     return DataLoader(corpus, tokenizer, seed=seed, **loading)
-
-
-class _Rows(IterableDataset):
-    """Microbatches of a rank, or of one of its workers, with the cursors after their rows; the last may be an error."""
-
-    def __init__(
-        self,
-        mixture: Mixture,
-        open_lane: Callable[[int, Cursor], Lane],
-        multiple: int,
-        local_batch_size: int,
-        dp_rank: int,
-        dp_degree: int,
-    ) -> None:
-        self._mixture, self._open_lane, self._multiple = mixture, open_lane, multiple
-        self._local_batch_size, self._dp_rank = local_batch_size, dp_rank
-        self.global_batch_size = local_batch_size * dp_degree
-        # In shared memory, for persistent workers: they see where a new iteration starts.
-        self.allocate()
-        self._origin = torch.zeros(1 + len(mixture.names), dtype=torch.int64).share_memory_()
-        self._deal = torch.tensor(Deal()).share_memory_()
-
-    def allocate(self) -> None:
-        """Make the memory for where an iteration starts, in as many lanes as there are."""
-        shape = 1 + self._mixture.num_lanes, len(Cursor._fields)
-        self._start = torch.zeros(shape, dtype=torch.int64).share_memory_()
-
-    @property
-    def deal(self) -> Deal:
-        return Deal(*self._deal.tolist())
-
-    @deal.setter
-    def deal(self, deal: Deal) -> None:
-        self._deal.copy_(torch.tensor(deal))
-
-    def start(self) -> tuple[int, Origin, list[Cursor]]:
-        """Return the number of rows of all ranks before the first batch, the mixture's origin, and the cursors."""
-        rows, *cursors = self._start.tolist()
-        since, *given = self._origin.tolist()
-        return rows[0], Origin(since, tuple(given)), [Cursor(*cursor) for cursor in cursors]
-
-    def set_start(self, rows: int, origin: Origin, cursors: list[list[int]]) -> None:
-        self._start.copy_(torch.tensor([[rows, 0, 0, 0], *cursors]))
-        self._origin.copy_(torch.tensor([origin.row, *origin.given]))
-
-    def row_numbers(self, first_row: int, number: int) -> range:
-        """Return the rows of the global sequence in this rank's part of a microbatch; `first_row` is all ranks' first
-        of number 0."""
-        first = first_row + number * self.global_batch_size + self._dp_rank * self._local_batch_size
-        return range(first, first + self._local_batch_size)
-
-    def skip_to(self, row: int, number: int, cursor: Cursor) -> Cursor:
-        """Return the cursor of a lane before one of its rows, from an earlier cursor."""
-        lane = self._open_lane(number, cursor)
-        while lane.cursor.row < row:
-            lane.next_pieces()
-        return lane.cursor
-
-    def __iter__(self) -> Iterator[tuple[Batch, list[Cursor], Counts] | UserError]:
-        try:
-            yield from self._batches()
-        except UserError as error:  # raised in a worker process, its message would be a traceback
-            yield error
-
-    def _batches(self) -> Iterator[tuple[Batch, list[Cursor], Counts]]:
-        worker = get_worker_info()
-        batch, stride = (worker.id, worker.num_workers) if worker else (0, 1)
-        first_row, origin, cursors = self.start()  # once: it may be changed while workers still prefetch
-        deal = self.deal
-        lanes: dict[int, Lane] = {}
-        padding = self._open_lane(0, Cursor()).padding()
-        while True:
-            rows, behind, longest, counts = [], [], 1, Counts()
-            for row in self.row_numbers(first_row, deal.number(batch)):
-                place = self._mixture.place(row, origin)
-                if place is None:
-                    rows.append(torch.from_numpy(padding))
-                    continue
-                _, number, row_in_lane = place
-                if number not in lanes:
-                    lanes[number] = self._open_lane(number, cursors[number])
-                lane = lanes[number]
-                while lane.cursor.row < row_in_lane:
-                    lane.next_pieces()
-                assert lane.cursor.row == row_in_lane
-                rows.append(torch.from_numpy(lane.next_row()))
-                behind.append(lane.cursor)
-                longest = max(longest, lane.filled)
-                counts += lane.counts
-            length = -(-longest // self._multiple) * self._multiple
-            yield Batch(*torch.stack([row[:, :length] for row in rows], dim=1)), behind, counts
-            batch += stride

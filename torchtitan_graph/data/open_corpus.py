@@ -16,11 +16,12 @@ from torchtitan_graph.config.job import source_name
 from torchtitan_graph.data.bad_rows import AllBad
 from torchtitan_graph.data.corpus import Corpus, ShuffledCorpus, option_of
 from torchtitan_graph.data.describe import log_corpus
-from torchtitan_graph.data.forms import RowFormat, Text
+from torchtitan_graph.data.forms import RowFormat
 from torchtitan_graph.data.hugging_face import is_saved_dataset, open_hub, open_parquet, open_saved
 from torchtitan_graph.data.lines import JsonLines
 from torchtitan_graph.data.mixture import Mixture
 from torchtitan_graph.data.own import OwnSource, is_own
+from torchtitan_graph.data.row_forms import Text
 from torchtitan_graph.data.shards import Shards, is_shards
 from torchtitan_graph.data.sources import Chain, Source
 from torchtitan_graph.data.special_tokens import warn_of_special_tokens

@@ -12,8 +12,9 @@ import numpy as np
 from torchtitan_graph.data.bad_rows import BadRow
 from torchtitan_graph.data.document import Document
 from torchtitan_graph.data.files import DataFile, decode, open_data, unpacked, without_gz
-from torchtitan_graph.data.forms import Form, RowFormat, form_of
+from torchtitan_graph.data.forms import RowFormat, form_of
 from torchtitan_graph.data.lines import LONGEST_ROW
+from torchtitan_graph.data.row_forms import Form
 from torchtitan_graph.data.sources import digest_files, is_small
 from torchtitan_graph.errors import UserError
 

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 
 from torchtitan_graph.config.job import VALIDATION_LOSS
+from torchtitan_graph.data.counts import in_words
 from torchtitan_graph.data.feed import Feed
-from torchtitan_graph.data.packing import in_words
 from torchtitan_graph.data.token_bytes import token_bytes
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.evaluate.model import Evaluated

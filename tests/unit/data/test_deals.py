@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from torchtitan_graph.data import IGNORE_INDEX, DataLoader, merge_states
+from torchtitan_graph.data.batches import Deal
 from torchtitan_graph.data.corpus import ShuffledCorpus
-from torchtitan_graph.data.loader import Deal
 from torchtitan_graph.data.mixture import Mixture
 from torchtitan_graph.data.tokenizer import ByteTokenizer
 

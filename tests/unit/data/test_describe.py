@@ -8,8 +8,8 @@ import pytest
 
 from torchtitan_graph.data.describe import describe, log_corpus
 from torchtitan_graph.data.forms import RowFormat
-from torchtitan_graph.data.loader import _differing
 from torchtitan_graph.data.open_corpus import open_corpus
+from torchtitan_graph.data.positions import differing
 from torchtitan_graph.data.tokenizer import load_tokenizer
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
@@ -108,12 +108,12 @@ def test_a_missing_path_is_answered_by_the_nearest(tmp_path: Path, name: str, me
 def test_two_positions_are_told_apart_shortly() -> None:
     hashes = [digit * 64 for digit in "ab"]
     grown = [f"'train of {digest}{TEMPLATE * 20}'" for digest in hashes]
-    first, second = _differing(*grown)
+    first, second = differing(*grown)
     assert first.startswith("'train of aaaaaaaa{%") and second.startswith("'train of bbbbbbbb{%") and len(first) < 90
     changed = [f"'train of {hashes[0]}{TEMPLATE * 20}{end}'" for end in ("one", "two")]
-    first, second = _differing(*changed)
+    first, second = differing(*changed)
     assert first.endswith("one'") and second.endswith("two'") and max(len(first), len(second)) < 110
-    assert _differing("32", "'up to 32'") == ("32", "'up to 32'")
+    assert differing("32", "'up to 32'") == ("32", "'up to 32'")
 
 
 @pytest.mark.parametrize("number", [1, 2, 30, 90, 120])

@@ -18,8 +18,9 @@ from torchtitan_graph.data import IGNORE_INDEX, build_dataloader, load_tokenizer
 from torchtitan_graph.data.bad_rows import BadRows
 from torchtitan_graph.data.chat import ChatTemplate
 from torchtitan_graph.data.document import Tokens
-from torchtitan_graph.data.forms import Completion, Conversation, RowFormat, Text
+from torchtitan_graph.data.forms import RowFormat
 from torchtitan_graph.data.open_corpus import open_corpus
+from torchtitan_graph.data.row_forms import Completion, Conversation, Text
 from torchtitan_graph.data.tokenizer import ByteTokenizer
 from torchtitan_graph.errors import UserError
 

@@ -18,10 +18,10 @@ from pool import run_on
 from torchtitan_graph.data import IGNORE_INDEX, Batch, DataLoader, build_dataloader, load_tokenizer, merge_states
 from torchtitan_graph.data.batch import PADDING
 from torchtitan_graph.data.corpus import ShuffledCorpus
+from torchtitan_graph.data.counts import Counts
 from torchtitan_graph.data.document import Contexts, Tokens
 from torchtitan_graph.data.lane_order import LaneOrder
 from torchtitan_graph.data.lengths import ROWS_PER_LANE, Length, count_lengths, epochs_in_words
-from torchtitan_graph.data.packing import Counts
 from torchtitan_graph.data.tokenizer import ByteTokenizer
 from torchtitan_graph.errors import UserError
 

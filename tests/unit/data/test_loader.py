@@ -17,9 +17,9 @@ from torchtitan_graph.data import (
     merge_states,
     sources,
 )
+from torchtitan_graph.data.batches import Deal
 from torchtitan_graph.data.corpus import ShuffledCorpus
 from torchtitan_graph.data.feed import Feed
-from torchtitan_graph.data.loader import Deal
 from torchtitan_graph.data.tokenizer import ByteTokenizer
 from torchtitan_graph.errors import UserError
 

@@ -14,10 +14,10 @@ from torchtitan_graph.config import load
 from torchtitan_graph.data import load_tokenizer
 from torchtitan_graph.data.bad_rows import KINDS, BadRow, BadRows, Skipped
 from torchtitan_graph.data.columns import find_column, value_of, without_nulls
+from torchtitan_graph.data.counts import Counts
 from torchtitan_graph.data.forms import RowFormat
 from torchtitan_graph.data.messages import messages_of
 from torchtitan_graph.data.open_corpus import open_corpus
-from torchtitan_graph.data.packing import Counts
 from torchtitan_graph.errors import UserError
 
 WITH_TOOLS = "{% for tool in tools or [] %}[{{ tool | tojson }}]{% endfor %}" + CHATML.replace(

@@ -7,9 +7,11 @@ from hypothesis import strategies as st
 
 from torchtitan_graph.data import IGNORE_INDEX, PADDING
 from torchtitan_graph.data.corpus import ShuffledCorpus
+from torchtitan_graph.data.counts import Counts
 from torchtitan_graph.data.document import Tokens
-from torchtitan_graph.data.packing import WINDOW_ROWS, Counts, Cursor, Lane, Packing, WholeLane, best_fit, open_lane
+from torchtitan_graph.data.packing import Cursor, Lane, Packing
 from torchtitan_graph.data.tokenizer import ByteTokenizer
+from torchtitan_graph.data.whole_lane import WINDOW_ROWS, WholeLane, best_fit, open_lane
 from torchtitan_graph.errors import UserError
 
 TOKENIZER = ByteTokenizer()

@@ -16,9 +16,10 @@ from torchtitan_graph.data import IGNORE_INDEX, build_dataloader, load_tokenizer
 from torchtitan_graph.data.batch import PAIRS_PER_ROW, Batch
 from torchtitan_graph.data.document import Pair
 from torchtitan_graph.data.feed import pairs
-from torchtitan_graph.data.forms import Completion, RowFormat
-from torchtitan_graph.data.packing import best_fit
+from torchtitan_graph.data.forms import RowFormat
+from torchtitan_graph.data.row_forms import Completion
 from torchtitan_graph.data.tokenizer import ByteTokenizer
+from torchtitan_graph.data.whole_lane import best_fit
 from torchtitan_graph.errors import UserError
 
 BYTES = RowFormat(ByteTokenizer(), format="preference")

@@ -12,12 +12,14 @@ from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from torchtitan_graph.data.chat import ChatTemplate
+from torchtitan_graph.data.counts import in_words
 from torchtitan_graph.data.document import Contexts
 from torchtitan_graph.data.forms import RowFormat
 from torchtitan_graph.data.open_corpus import open_corpus
-from torchtitan_graph.data.packing import Cursor, Packing, in_words, open_lane
+from torchtitan_graph.data.packing import Cursor, Packing
 from torchtitan_graph.data.shards import Shards, write_shards
 from torchtitan_graph.data.tokenizer import load_tokenizer
+from torchtitan_graph.data.whole_lane import open_lane
 from torchtitan_graph.errors import UserError
 
 TRL = importlib.util.find_spec("trl") is not None

@@ -1,0 +1,124 @@
+"""Microbatches of a rank, packed from the lanes of its rows."""
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+
+from torchtitan_graph.data.batch import Batch
+from torchtitan_graph.data.counts import Counts
+from torchtitan_graph.data.mixture import Mixture, Origin
+from torchtitan_graph.data.packing import Cursor, Lane
+from torchtitan_graph.errors import UserError
+
+
+class Deal(NamedTuple):
+    """The microbatches of a step that this replica takes: of `total` those numbered `replica`, `replica + living`, ...,
+    `replica` being its index among the replicas that live."""
+
+    replica: int = 0
+    living: int = 1
+    total: int = 1
+
+    @property
+    def own(self) -> int:
+        """The number of microbatches of this replica."""
+        return len(range(self.replica, self.total, self.living))
+
+    def number(self, batch: int) -> int:
+        """Return the number, over all steps and replicas, of this replica's microbatch `batch`."""
+        step, nth = divmod(batch, self.own)
+        return step * self.total + self.replica + nth * self.living
+
+
+class Rows(IterableDataset):
+    """Microbatches of a rank, or of one of its workers, with the cursors after their rows; the last may be an error."""
+
+    def __init__(
+        self,
+        mixture: Mixture,
+        open_lane: Callable[[int, Cursor], Lane],
+        multiple: int,
+        local_batch_size: int,
+        dp_rank: int,
+        dp_degree: int,
+    ) -> None:
+        self._mixture, self._open_lane, self._multiple = mixture, open_lane, multiple
+        self._local_batch_size, self._dp_rank = local_batch_size, dp_rank
+        self.global_batch_size = local_batch_size * dp_degree
+        # In shared memory, for persistent workers: they see where a new iteration starts.
+        self.allocate()
+        self._origin = torch.zeros(1 + len(mixture.names), dtype=torch.int64).share_memory_()
+        self._deal = torch.tensor(Deal()).share_memory_()
+
+    def allocate(self) -> None:
+        """Make the memory for where an iteration starts, in as many lanes as there are."""
+        shape = 1 + self._mixture.num_lanes, len(Cursor._fields)
+        self._start = torch.zeros(shape, dtype=torch.int64).share_memory_()
+
+    @property
+    def deal(self) -> Deal:
+        return Deal(*self._deal.tolist())
+
+    @deal.setter
+    def deal(self, deal: Deal) -> None:
+        self._deal.copy_(torch.tensor(deal))
+
+    def start(self) -> tuple[int, Origin, list[Cursor]]:
+        """Return the number of rows of all ranks before the first batch, the mixture's origin, and the cursors."""
+        rows, *cursors = self._start.tolist()
+        since, *given = self._origin.tolist()
+        return rows[0], Origin(since, tuple(given)), [Cursor(*cursor) for cursor in cursors]
+
+    def set_start(self, rows: int, origin: Origin, cursors: list[list[int]]) -> None:
+        self._start.copy_(torch.tensor([[rows, 0, 0, 0], *cursors]))
+        self._origin.copy_(torch.tensor([origin.row, *origin.given]))
+
+    def row_numbers(self, first_row: int, number: int) -> range:
+        """Return the rows of the global sequence in this rank's part of a microbatch; `first_row` is all ranks' first
+        of number 0."""
+        first = first_row + number * self.global_batch_size + self._dp_rank * self._local_batch_size
+        return range(first, first + self._local_batch_size)
+
+    def skip_to(self, row: int, number: int, cursor: Cursor) -> Cursor:
+        """Return the cursor of a lane before one of its rows, from an earlier cursor."""
+        lane = self._open_lane(number, cursor)
+        while lane.cursor.row < row:
+            lane.next_pieces()
+        return lane.cursor
+
+    def __iter__(self) -> Iterator[tuple[Batch, list[Cursor], Counts] | UserError]:
+        try:
+            yield from self._batches()
+        except UserError as error:  # raised in a worker process, its message would be a traceback
+            yield error
+
+    def _batches(self) -> Iterator[tuple[Batch, list[Cursor], Counts]]:
+        worker = get_worker_info()
+        batch, stride = (worker.id, worker.num_workers) if worker else (0, 1)
+        first_row, origin, cursors = self.start()  # once: it may be changed while workers still prefetch
+        deal = self.deal
+        lanes: dict[int, Lane] = {}
+        padding = self._open_lane(0, Cursor()).padding()
+        while True:
+            rows, behind, longest, counts = [], [], 1, Counts()
+            for row in self.row_numbers(first_row, deal.number(batch)):
+                place = self._mixture.place(row, origin)
+                if place is None:
+                    rows.append(torch.from_numpy(padding))
+                    continue
+                _, number, row_in_lane = place
+                if number not in lanes:
+                    lanes[number] = self._open_lane(number, cursors[number])
+                lane = lanes[number]
+                while lane.cursor.row < row_in_lane:
+                    lane.next_pieces()
+                assert lane.cursor.row == row_in_lane
+                rows.append(torch.from_numpy(lane.next_row()))
+                behind.append(lane.cursor)
+                longest = max(longest, lane.filled)
+                counts += lane.counts
+            length = -(-longest // self._multiple) * self._multiple
+            yield Batch(*torch.stack([row[:, :length] for row in rows], dim=1)), behind, counts
+            batch += stride

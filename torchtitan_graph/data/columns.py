@@ -4,6 +4,17 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 _MOST_PATHS = 100_000
+_PAIRS = (  # columns of prompts and their answers in common tables
+    ("instruction", "output"),
+    ("instruction", "response"),
+    ("question", "answer"),
+    ("query", "response"),
+    ("query", "answer"),
+    ("problem", "solution"),
+    ("prompt", "response"),
+    ("prompt", "answer"),
+    ("input", "output"),
+)
 
 
 def find_column(row: Mapping[str, Any], name: str) -> list[str] | None:
@@ -51,3 +62,14 @@ def without_nulls(value: Any) -> Any:
     if isinstance(value, list):
         return [without_nulls(inner) for inner in value]
     return value
+
+
+def likely_columns(row: Collection[str]) -> str:
+    """Return the end of a message: the value of the option `columns` that a row's columns suggest, or an example."""
+    pair = next((pair for pair in _PAIRS if pair[0] in row and pair[1] in row), None)
+    if pair is None:
+        return ", such as {text = 'content'}, or {prompt = 'question', completion = 'answer'}"
+    hint = f": {{prompt = {pair[0]!r}, completion = {pair[1]!r}}}"
+    if pair == ("instruction", "output") and "input" in row:
+        hint += ". The column 'input' is not read then: write what it holds into the instruction"
+    return hint

@@ -10,7 +10,7 @@ from torchtitan_graph.config.columns import COLUMNS, OPTIONAL
 from torchtitan_graph.config.option import did_you_mean
 from torchtitan_graph.data.bad_rows import AllBad, BadRow, BadRows
 from torchtitan_graph.data.chat import ChatTemplate
-from torchtitan_graph.data.columns import find_column, paths_of
+from torchtitan_graph.data.columns import find_column, likely_columns, paths_of
 from torchtitan_graph.data.document import Contexts, Tokens
 from torchtitan_graph.data.messages import LEARNED
 from torchtitan_graph.data.row_forms import Completion, Conversation, Form, Preference, Text, shortened
@@ -20,17 +20,6 @@ from torchtitan_graph.errors import UserError, listed
 from torchtitan_graph.log import logger
 
 _OLDER = "conversations"
-_PAIRS = (  # columns of prompts and their answers in common tables
-    ("instruction", "output"),
-    ("instruction", "response"),
-    ("question", "answer"),
-    ("query", "response"),
-    ("query", "answer"),
-    ("problem", "solution"),
-    ("prompt", "response"),
-    ("prompt", "answer"),
-    ("input", "output"),
-)
 _LOOKED_AT = 1000  # rows, for one that tells the columns
 _READ = ("role", "content", "tool_calls", LEARNED)  # keys of messages; of tool_calls there is a warning of its own
 
@@ -199,7 +188,7 @@ class RowFormat:
         if not self.columns and kind == "text":
             raise UserError(
                 f"{place}: no text under the key 'text'; there is {there}. Text, messages, conversations, or prompt and"
-                f" completion are found by themselves; name others in {self.option('columns')}{_likely_columns(row)}"
+                f" completion are found by themselves; name others in {self.option('columns')}{likely_columns(row)}"
             )
         hint = did_you_mean(name, paths, f"; there is {there}.")
         is_named = part in self.columns or self.format is None
@@ -277,17 +266,6 @@ class RowFormat:
 def _needed(kind: str) -> set[str]:
     """Return what rows of a format must have."""
     return {part for part in COLUMNS[kind] if part not in OPTIONAL and (kind, part) != ("preference", "prompt")}
-
-
-def _likely_columns(row: Collection[str]) -> str:
-    """Return the end of a message: the value of the option `columns` that a row's columns suggest, or an example."""
-    pair = next((pair for pair in _PAIRS if pair[0] in row and pair[1] in row), None)
-    if pair is None:
-        return ", such as {text = 'content'}, or {prompt = 'question', completion = 'answer'}"
-    hint = f": {{prompt = {pair[0]!r}, completion = {pair[1]!r}}}"
-    if pair == ("instruction", "output") and "input" in row:
-        hint += ". The column 'input' is not read then: write what it holds into the instruction"
-    return hint
 
 
 def _keys(names: list[str]) -> str:

@@ -21,7 +21,7 @@ from torchtitan_graph.data.lengths import Length, count_lengths, reach
 from torchtitan_graph.data.mixture import Mixture, Origin
 from torchtitan_graph.data.open_corpus import Opened, open_corpus, open_mixture
 from torchtitan_graph.data.packing import Cursor, Packing
-from torchtitan_graph.data.positions import differing
+from torchtitan_graph.data.positions import refuse_other
 from torchtitan_graph.data.special_tokens import warn_of_special_tokens
 from torchtitan_graph.data.tokenizer import Tokenizer
 from torchtitan_graph.data.whole_lane import open_lane, window_rows
@@ -38,12 +38,6 @@ from torchtitan_graph.log import logger
 #
 # With replica groups a step has a fixed number of microbatches, which are dealt to the replicas that live, see `Deal`.
 # The position is then known after whole steps, once the replicas have exchanged how far each has read: `exchange`.
-
-_WHOLE_BEFORE = ", longer conversations: "  # in the row length of positions by earlier releases
-_OR_AGAIN = (
-    "or begin a new run, or resume the model at the beginning of the data: checkpoint.load_step with"
-    " checkpoint.exclude_from_loading = ['dataloader']."
-)
 
 
 class DataLoader:
@@ -268,19 +262,7 @@ class DataLoader:
         Raises UserError if it was saved with another corpus, tokenizer, seed, row length or number of epochs, or is
         inconsistent.
         """
-        if _WHOLE_BEFORE in str(state.get("seq_len")) or self._has_conversations and "counted" not in state:
-            raise UserError(
-                "checkpoint: its data position was saved by an earlier release, which put conversations into rows in"
-                f" another order. Rows can't be continued from there: end the run with that release, {_OR_AGAIN}"
-            )
-        for key, here in self._identity.items():
-            if state.get(key) != here:
-                theirs, ours = differing(repr(state.get(key)), repr(here))
-                earlier = " (or by a release that took the rows of epochs in another order)" * (key == "epochs")
-                raise UserError(
-                    f"checkpoint: its data position was saved with {key} = {theirs}{earlier}, this run has {ours}."
-                    f" Rows can't be continued from there: use what the saved run used, {_OR_AGAIN}"
-                )
+        refuse_other(state, self._identity, self._has_conversations)
         if self._identity["epochs"] and (self._lengths is None or len(self._lengths) != len(state["lengths"])):
             self.count(state, self._counts_with)
         origin, saved, given = self._mixture.origin(), state.get("mixture"), self._lanes_given(state)

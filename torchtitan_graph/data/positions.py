@@ -1,15 +1,42 @@
-"""Positions in the data as checkpoints hold them: of all ranks as one, and how two differ."""
+"""Positions in the data as checkpoints hold them: of all ranks as one, or refused as those of other data."""
 
 import functools
 import math
 import os
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from torchtitan_graph.data.counts import Counts
 from torchtitan_graph.data.lengths import Length
+from torchtitan_graph.errors import UserError
 
+_WHOLE_BEFORE = ", longer conversations: "  # in the row length of positions by earlier releases
+_OR_AGAIN = (
+    "or begin a new run, or resume the model at the beginning of the data: checkpoint.load_step with"
+    " checkpoint.exclude_from_loading = ['dataloader']."
+)
 _SHOWN = 80  # characters of what differs, in a message
+
+
+def refuse_other(state: dict[str, Any], identity: Mapping[str, Any], has_conversations: bool) -> None:
+    """Raise UserError if a position is of other data than a run's, or by a release that ordered rows otherwise.
+
+    identity: what makes the rows of this run, by the keys of positions.
+    """
+    if _WHOLE_BEFORE in str(state.get("seq_len")) or has_conversations and "counted" not in state:
+        raise UserError(
+            "checkpoint: its data position was saved by an earlier release, which put conversations into rows in"
+            f" another order. Rows can't be continued from there: end the run with that release, {_OR_AGAIN}"
+        )
+    for key, here in identity.items():
+        if state.get(key) != here:
+            theirs, ours = differing(repr(state.get(key)), repr(here))
+            earlier = " (or by a release that took the rows of epochs in another order)" * (key == "epochs")
+            raise UserError(
+                f"checkpoint: its data position was saved with {key} = {theirs}{earlier}, this run has {ours}."
+                f" Rows can't be continued from there: use what the saved run used, {_OR_AGAIN}"
+            )
 
 
 def differing(saved: str, here: str) -> tuple[str, str]:

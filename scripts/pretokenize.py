@@ -154,6 +154,10 @@ def main() -> None:
     for name, least in (("tokens_per_shard", 1), ("num_documents", 1), ("num_workers", 0)):
         if getattr(options, name) is not None and getattr(options, name) < least:
             parser.error(f"--{name} {getattr(options, name)}: must be at least {least}")
+    if options.format == "preference":
+        parser.error(
+            "--format preference: shards of token ids hold no pairs of answers; runs read such rows as they are"
+        )
     if options.special_tokens and not options.hf_assets_path:
         parser.error("--special_tokens: bytes have none in text; name a tokenizer by --hf_assets_path")
     init_logging()

@@ -68,10 +68,12 @@ def deliver(reading: RowFormat, assets: Path | None) -> Delivery:
 
 
 def base_of(job: JobConfig) -> str | None:
-    """Return the folder of the weights that a run's adapters are for, None if it is in no format that PEFT reads."""
-    path = job.checkpoint.initial_load_path
-    if path is not None:
-        return str(Path(path).absolute()) if job.checkpoint.initial_load_in_hf else None
+    """Return the folder of the weights that a run's adapters are for; None if they are random, or in no format that
+    PEFT reads."""
+    if not job.checkpoint.initial_load_in_hf:
+        return None
+    if (path := job.checkpoint.initial_load_path) is not None:
+        return str(Path(path).absolute())
     assets = job.model.hf_assets_path
     return None if assets is None else str(find_assets(assets).absolute())
 

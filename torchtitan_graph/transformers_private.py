@@ -18,6 +18,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+import jinja2
 import torch
 import transformers
 from filelock import FileLock
@@ -463,6 +464,21 @@ _NOT_ARGUMENTS = {
     "conversations", "messages", "tools", "documents", "chat_template", "add_generation_prompt",
     "continue_final_message", "return_assistant_tokens_mask",
 }  # fmt: skip
+
+
+# What Jinja raises as it renders a conversation, and Python for the code in a template; others are not the rows' fault.
+TEMPLATE_ERRORS = (
+    jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError,
+)  # fmt: skip
+
+
+def syntax_error(template: str) -> str:
+    """Return what is wrong with the syntax of a Jinja template of conversations, with the line; "" if nothing is."""
+    try:
+        _compile_jinja_template(template)
+    except jinja2.TemplateSyntaxError as error:
+        return f"line {error.lineno}: {error.message}"
+    return ""
 
 
 def chat_arguments(template: str) -> set[str]:

@@ -122,7 +122,7 @@ def test_what_can_t_be_taken_along_is_refused(base: Path, tmp_path: Path) -> Non
     ("words", "expected"),
     [
         (["--model.hf_assets_path", "base", "--checkpoint.initial_load_in_hf"], "base"),
-        (["--model.hf_assets_path", "base"], "base"),
+        (["--model.hf_assets_path", "base", "--model.random_base"], None),
         (
             [
                 *("--model.hf_assets_path", "base", "--checkpoint.initial_load_in_hf"),

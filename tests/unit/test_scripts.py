@@ -81,6 +81,7 @@ def test_a_second_run_of_the_same_command_overwrites_nothing(
         ("convert_from_hf.py", ["nowhere", "out"], "nowhere"),
         ("pretokenize.py", ["--dataset_path", "nowhere", "--out", "out"], "'nowhere': there is no such file or folder"),
         ("pretokenize.py", ["--out", "out", "--tokens_per_shard", 0], "--tokens_per_shard 0: must be at least 1"),
+        ("pretokenize.py", ["--out", "out", "--format", "preference"], "shards of token ids hold no pairs of answers"),
         ("pretokenize.py", ["--out", "out", "--num_workers", -1], "--num_workers -1: must be at least 0"),
         ("pretokenize.py", ["--out", "/dev/null/out", "--num_documents", 1], "/dev/null/out"),
         ("train_tokenizer.py", ["--out", "out", "--num_documents", 0], "--num_documents 0: must be at least 1"),

@@ -100,13 +100,15 @@ def read_rows(data: DataLoader, most: int) -> tuple[list[list[Document]], int]:
 def summary(rows: list[list[Document]], room: int, data: DataLoader, training: job.Training) -> list[str]:
     """Return the counts of rows, a line each."""
     is_all, rows_per_step = len(rows) == data.num_rows, training.global_batch_size
+    on_one_rank = ""
     if rows_per_step == -1:
-        rows_per_step = training.local_batch_size
+        rows_per_step, on_one_rank = training.local_batch_size, " (on one rank: set training.global_batch_size)"
     first, left_out = f"rows: {len(rows):,}; there are more, see --most", in_words(data.counts)
     if is_all:
         first, *left_out = epochs_in_words(
             data.lengths, training.epochs or 1, training.seq_len, rows_per_step, not training.dynamic_seq_len
         )
+        first += on_one_rank
     if not rows:  # as asked
         return [first, *left_out]
     lengths = [len(document.ids) for row in rows for document in row]

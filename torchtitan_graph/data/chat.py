@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from torchtitan_graph.data.document import Contexts, Tokens
+from torchtitan_graph.data.messages import LEARNED
 from torchtitan_graph.data.rendering import Renderer, Span
 from torchtitan_graph.data.tokenizer_json import NAMED
 from torchtitan_graph.data.turns import Context, Turn, Unclear, context_of, difference, last_special, opened_reasoning
@@ -29,14 +30,14 @@ class ChatTemplate(Renderer):
         """Return a conversation as `loss_on` has its targets; with `skip` unclear turns have none.
 
         A turn that the whole doesn't render as it would be generated gets a context of its own, or is unclear without
-        `split`. One with `"learned": False` has no targets.
+        `split`. One whose LEARNED is False has no targets.
 
         Raises UserError if the template refuses the conversation, or a turn is unclear.
         """
         turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
         chosen = turns[-1:] if loss_on == "last_assistant" else turns
-        chosen = [number for number in chosen if messages[number].get("learned", True)]
-        messages = [{key: value for key, value in message.items() if key != "learned"} for message in messages]
+        chosen = [number for number in chosen if messages[number].get(LEARNED, True)]
+        messages = [{key: value for key, value in message.items() if key != LEARNED} for message in messages]
         self._warn_of_special_tokens(messages)
         text, marks = self.render(messages, tools)
         self._warn_of_calls_left_out(messages, text)
@@ -193,13 +194,18 @@ class ChatTemplate(Renderer):
     def _compare_marks(
         self, whole: Context, messages: Sequence[dict[str, Any]], tools: list[Any] | None, chosen: list[int]
     ) -> None:
-        """Warn of a template that marks other tokens than the turns have, where the whole renders them as they would be
+        """Warn of a template that marks other tokens than the turns have which the whole renders as they would be
         generated."""
-        by_prefix = Context(self._tokenizer, whole.text)
+        by_prefix, has_all = Context(self._tokenizer, whole.text), True
         for number in chosen:
-            with contextlib.suppress(Unclear):
-                by_prefix.learn(self._turn(whole, messages, tools, number))
-        differ = np.flatnonzero(whole.is_target != by_prefix.is_target)
+            try:
+                has_all &= by_prefix.learn(self._turn(whole, messages, tools, number))
+            except Unclear:
+                has_all = False
+        differs = whole.is_target != by_prefix.is_target
+        if not has_all:  # what else is marked may be the other turns
+            differs &= by_prefix.is_target
+        differ = np.flatnonzero(differs)
         if len(differ):
             what = "marks" if whole.is_target[differ[0]] else "does not mark"
             token = self._tokenizer.decode_all([int(whole.ids[differ[0]])])

@@ -144,12 +144,15 @@ def _remove(file: Path, owner: int) -> None:
         file.unlink(missing_ok=True)
 
 
-def decode(content: bytes, where: str, first_byte: int = 0) -> str:
-    """Return UTF-8 as text; raise BadRow with the first byte that is not."""
+def decode(content: bytes, where: str, first_byte: int | None = None) -> str:
+    """Return UTF-8 as text; raise BadRow with the first byte of the file that is not.
+
+    first_byte: the place of the content in its file; of a whole file None, and the line is named too.
+    """
     try:
         return content.decode()
     except UnicodeDecodeError as error:
         line_ends = content.count(b"\n", 0, error.start)
-        line = f", in line {line_ends + 1}" if first_byte == 0 else ""
-        what = f"not UTF-8 at byte {first_byte + error.start}{line}: {error.reason}"
+        place = f", in line {line_ends + 1}" if first_byte is None else " of the file"
+        what = f"not UTF-8 at byte {(first_byte or 0) + error.start}{place}: {error.reason}"
         raise BadRow("not_utf8", f"{where}: {what}. {_UTF8_HINT}") from error

@@ -138,6 +138,7 @@ class RowFormat:
     def conversation(self, messages: list[dict[str, Any]], tools: list[Any] | None, where: str) -> Tokens | Contexts:
         """Return a conversation as tokens; raise UserError with `where` if it can't be rendered, or a turn is
         unclear."""
+        self.template.check_syntax()  # no row's fault, so named without its place
         self._name_unread_keys(messages, where)
         skip, split = self.unclear_turns == "skip", self.split_turns == "auto"
         try:

@@ -74,9 +74,9 @@ class JsonLines:
         if end - start > LONGEST_ROW:
             raise UserError(f"{where}: has {end - start:,} bytes, more than the {LONGEST_ROW:,} of a document here")
         content = self._data.read_part(start, end - start)
-        if line == 0:
-            content = content.removeprefix(codecs.BOM_UTF8)
-        decode(content, where)
+        if line == 0 and content.startswith(codecs.BOM_UTF8):
+            content, start = content.removeprefix(codecs.BOM_UTF8), len(codecs.BOM_UTF8)
+        decode(content, where, start)
         try:
             row = parse_json(content, object, where)
         except BadFile as error:

@@ -13,8 +13,9 @@ from torchtitan_graph.errors import listed
 # Note [Which turns are learned]
 # A message may say whether it is learned: `weight`, 1 or 0 (OpenAI, Mistral); `train` or `training`, true or false
 # (axolotl); `masked`, true if it is not. What a turn of the assistant says is kept as its key LEARNED, False or absent,
-# which ChatTemplate.tokens obeys. No other turn is ever learned, so that one asks for it is an error.
-LEARNED = "learned"
+# which ChatTemplate.tokens obeys; no file has such a key. No other turn is ever learned, so that one asks for it is an
+# error.
+LEARNED = "\0learned"
 _SAYS_LEARNED = {"weight": 1, "train": True, "training": True, "masked": False}
 _ROLES = {
     "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
@@ -105,7 +106,7 @@ def _message(message: Any, where: str, learnable: Collection[str]) -> dict[str, 
             f'{where}: is {_said(message)}; a message is such as {{"role": "user", "content": "..."}}',
         )
     nulls = [key for key, value in message.items() if value is None]
-    message = {key: value for key, value in message.items() if value is not None and key != LEARNED}
+    message = {key: value for key, value in message.items() if value is not None}
     if "role" not in message and "from" in message:
         sender = message.pop("from")
         role = _ROLES.get(str(sender).lower())

@@ -55,8 +55,9 @@ class Renderer:
         self._has_warned: set[str] = set()
         self._has_seen_tools = self._has_seen_empty_reasoning = False
         self._call_forms: dict[bool, CallForm] = {}
+        self._place = str(tokenizer.folder) if file is None else f"training.chat_template = {file!r}"
         if file is not None:
-            with refuse_unreadable(f"training.chat_template = {file!r}"):
+            with refuse_unreadable(self._place):
                 self.templates = {"default": read_small(Path(file).expanduser()).decode(errors="replace")}
         else:
             self.templates = read_templates(tokenizer.folder)
@@ -83,10 +84,17 @@ class Renderer:
     def _read_arguments(self) -> set[str]:
         from torchtitan_graph.transformers_private import chat_arguments
 
-        try:
-            return set().union(*map(chat_arguments, self.templates.values()))
-        except Exception as error:  # of Jinja
-            raise UserError(f"the chat template can't be read: {type(error).__name__}: {error}") from error
+        self.check_syntax()
+        return set().union(*map(chat_arguments, self.templates.values()))
+
+    def check_syntax(self) -> None:
+        """Raise UserError if a template is not in Jinja's syntax."""
+        from torchtitan_graph.transformers_private import syntax_error  # imports transformers, which takes seconds
+
+        for name, text in self.templates.items():
+            if wrong := syntax_error(text):
+                which = "" if name == "default" else f" {name!r}"
+                raise UserError(f"{self._place}: the chat template{which} is no Jinja template: {wrong}")
 
     def render(
         self, messages: Sequence[dict[str, Any]], tools: list[Any] | None = None, prompt: bool = False
@@ -111,15 +119,16 @@ class Renderer:
         prompt: bool,
         more: Mapping[str, Any] = MappingProxyType({}),
     ) -> tuple[str, list[Span]]:
-        from torchtitan_graph.transformers_private import render_chat  # imports transformers, which takes seconds
+        from torchtitan_graph.transformers_private import TEMPLATE_ERRORS, render_chat
 
+        self.check_syntax()
         template = self.templates.get("tool_use" if tools else "default", self.templates["default"])
         arguments = {**self._tokenizer.named_tokens, **self._arguments, **more}
         try:
             text, spans = render_chat(template, list(messages), tools, prompt, arguments, self._strftime)
         except UserError:
             raise
-        except Exception as error:  # of Jinja, or of the code in the template
+        except TEMPLATE_ERRORS as error:
             raise BadRow("refused", f"the chat template refuses it: {type(error).__name__}: {error}") from error
         # Half a surrogate pair, which JSON can contain and no encoding of text can, becomes one other character.
         return _HALF_PAIR.sub("\ufffd", text), [Span(*span) for span in spans]
@@ -132,6 +141,7 @@ class Renderer:
     def _keys(self) -> set[str]:
         from torchtitan_graph.transformers_private import keys_read
 
+        self.check_syntax()
         return set().union(*map(keys_read, self.templates.values()))
 
     def _strftime(self, form: str) -> str:

@@ -13,7 +13,6 @@ from torchtitan_graph.data.bad_rows import BadRow
 from torchtitan_graph.data.columns import find_column, paths_of, value_of
 from torchtitan_graph.data.document import Contexts, Document, Pair, Tokens
 from torchtitan_graph.data.messages import LEARNED, as_messages, messages_of, parse_list, tools_of, with_system
-from torchtitan_graph.errors import UserError
 
 if TYPE_CHECKING:
     from torchtitan_graph.data.forms import RowFormat
@@ -131,12 +130,13 @@ class Completion(_Form):
                     f"{where}: {self.prompt} is a list of messages and {self.completion} is text: write both as one",
                 )
         texts = [_text(row, name, where, self.reading.option("columns")) for name in (self.prompt, self.completion)]
-        for name in self.optional:
-            if value_of(row, name):
+        for part, name in (("tools", self.tools), ("system", self.system)):
+            if name is not None and value_of(row, name):
                 raise BadRow(
                     "no_value",
                     f"{where}: has {name!r} and a prompt that is text, which no chat template renders: write prompt"
-                    " and completion as lists of messages, or leave it out",
+                    f" and completion as lists of messages, or leave it unread by {self.reading.option('columns')} ="
+                    f' {{{part} = ""}}',
                 )
         if not texts[1]:
             raise BadRow("no_answer", f"{where}: {self.completion} is empty: it would teach the model to end at once")
@@ -209,9 +209,10 @@ class Preference(_Form):
             for column in (self.chosen, self.rejected)
         ]
         if any(isinstance(each, Contexts) for each in found):
-            raise UserError(
+            raise BadRow(
+                "no_preference",
                 f"{where}: an answer has several turns of the assistant, which the chat template renders in another way"
-                " when more follows, and an answer of a pair is one context: shorten the answers to one turn"
+                " when more follows, and an answer of a pair is one context: shorten the answers to one turn",
             )
         return Pair(*found)  # type: ignore[arg-type]
 

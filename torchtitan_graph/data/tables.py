@@ -83,7 +83,7 @@ class Table:
         start, end = int(self._starts[row]), int(self._starts[row + 1])
         if end - start > LONGEST_ROW:
             raise UserError(f"{where}: has {end - start:,} bytes, more than the {LONGEST_ROW:,} of a document here")
-        text = decode(self._data.read_part(start, end - start), where)
+        text = decode(self._data.read_part(start, end - start), where, start)
         try:
             return next(_rows(_split(text), self._delimiter))
         except csv.Error as error:

@@ -69,7 +69,7 @@ class TextPieces:
 
     def _read(self, index: int) -> str:
         content, first_byte = self._piece(index)
-        return decode(content, self._file, first_byte)
+        return decode(content, self._file, first_byte or None)  # lines are counted from the file's first byte
 
     def _piece(self, index: int) -> tuple[bytes, int]:
         """Return the bytes of a piece, and its first byte's place in the file."""

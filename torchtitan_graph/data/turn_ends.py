@@ -43,6 +43,8 @@ def _template_ends(reading: RowFormat) -> list[int]:
     reading = dataclasses.replace(reading, chat_date=reading.chat_date or "2000-01-01")  # any day ends alike
     try:
         template = reading.template
+        if reading.chat_template is not None:
+            template.check_syntax()
     except UserError as error:
         if reading.chat_template is None:
             raise

@@ -205,6 +205,14 @@ def test_tags_that_differ_from_the_prompt_are_followed_with_a_warning(make_templ
     assert "does not mark '<|im_end|>'" in caplog.text
 
 
+def test_tags_are_not_compared_with_a_turn_that_the_whole_conversation_renders_otherwise(make_template, caplog):
+    last = "{% generation %}{% if loop.last %}<think>\n</think>\n\n{% endif %}"
+    messages = [{"role": role, "content": "a"} for role in ("user", "assistant") * 2]
+    template = make_template(TAGGED.replace("{% generation %}", last))
+    assert len(learned(template, template.tokens(messages, None, "assistant", skip=False))) == 2
+    assert "the template is followed" not in caplog.text
+
+
 def test_a_template_without_end_tokens_is_warned_of(make_template, caplog):
     template = make_template("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
                              "{% if add_generation_prompt %}assistant:{% endif %}")  # fmt: skip

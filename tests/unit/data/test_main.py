@@ -26,7 +26,11 @@ def test_rows_are_shown_with_what_is_learned_between_brackets(words, capsys):
     document = shown.splitlines()[1]
     number = int(document.removeprefix("<bos>").partition("+")[0])
     assert document == f"<bos>{number}+1=[[{number + 1}<eos>]]"
-    assert "one epoch: " in shown and "conversations cut at training.seq_len: " in shown
+    assert (
+        "one epoch: " in shown
+        and "(on one rank: set training.global_batch_size)" in shown
+        and "conversations cut at training.seq_len: " in shown
+    )
     assert "row 2" not in shown
 
 

@@ -118,7 +118,7 @@ def test_a_system_prompt_that_differs_and_one_beside_text_are_refused(reading):
         rendered(reading(), row)
     assert rendered(reading(), {**row, "system": "a"}) == rendered(reading(), {**row, "system": None})
     for key in ("tools", "system"):
-        with pytest.raises(UserError, match=f"has '{key}' and a prompt that is text"):
+        with pytest.raises(UserError, match=f"has '{key}' and a prompt that is text.*{{{key} = \"\"}}"):
             rendered(reading(), {"prompt": "a", "completion": "b", key: "[1]"})
 
 
@@ -188,18 +188,35 @@ def test_messages_in_a_cell_are_json_text(reading, tmp_path):
 
 def test_keys_that_nothing_reads_are_named_once(reading, tmp_path, caplog, monkeypatch):
     monkeypatch.setattr("torchtitan_graph.log.logger.propagate", True)
-    row = {"messages": [{**ASK, "mood": "calm"}, ANSWER], "id": 1, "source": "x"}
+    row = {"messages": [{**ASK, "mood": "calm"}, {**ANSWER, "learned": False}], "id": 1, "source": "x"}
     (tmp_path / "a.jsonl").write_text((json.dumps(row) + "\n") * 3)
     with caplog.at_level(logging.WARNING):
         open_corpus("", str(tmp_path / "a.jsonl"), "all", 0, reading())
     named = [record.message for record in caplog.records if "read" in record.message]
-    assert len(named) == 2 and "keys 'id', 'source'" in named[0] and "key 'mood' of its messages" in named[1]
+    assert len(named) == 2 and "keys 'id', 'source'" in named[0] and "keys 'learned', 'mood' of its" in named[1]
 
 
 def test_blank_lines_and_a_byte_order_mark_are_no_rows(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "a"}\n   \n\t\r\n {"text": "b"}\n\n')
     source = open_corpus("", str(tmp_path / "a.jsonl"), "all", 0).source
     assert [source[index] for index in range(len(source))] == ["a", "b"]
+
+
+@pytest.mark.parametrize("on_bad_row", ["refuse", "skip"])
+def test_a_template_that_is_no_jinja_is_named_and_no_row(reading, tmp_path, on_bad_row):
+    (tmp_path / "a.jsonl").write_text(f"{json.dumps({'messages': [ASK, ANSWER]})}\n" * 3)
+    what = r"training\.chat_template = '.*': the chat template is no Jinja template: line 2: Unexpected end of template"
+    with pytest.raises(UserError, match=f"^{what}"):
+        open_corpus("", str(tmp_path / "a.jsonl"), "all", 0, reading("\n{% if a %}", on_bad_row=on_bad_row))
+
+
+def test_only_errors_of_the_template_are_bad_rows(reading, tmp_path):
+    (tmp_path / "a.jsonl").write_text(f"{json.dumps({'messages': [ASK, ANSWER]})}\n" * 3)
+    for text in ("{{ raise_exception('no') }}", "{{ messages.a.b }}", "{{ 1 + '' }}"):
+        with pytest.raises(UserError, match=r"3 rows are bad \(refused by the chat template: 3\)"):
+            open_corpus("", str(tmp_path / "a.jsonl"), "all", 0, reading(text))
+    with pytest.raises(MemoryError):
+        open_corpus("", str(tmp_path / "a.jsonl"), "all", 0, reading("{{ messages[0].content * 10**18 }}"))
 
 
 def test_a_corpus_of_bad_rows_is_refused(tmp_path):

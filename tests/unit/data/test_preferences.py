@@ -13,6 +13,7 @@ from test_chat import folder  # noqa: F401
 from torchtitan_graph.config import load
 from torchtitan_graph.config.check import check
 from torchtitan_graph.data import IGNORE_INDEX, build_dataloader, load_tokenizer
+from torchtitan_graph.data.bad_rows import BadRow
 from torchtitan_graph.data.batch import PAIRS_PER_ROW, Batch
 from torchtitan_graph.data.document import Pair
 from torchtitan_graph.data.feed import pairs
@@ -86,6 +87,15 @@ def test_rows_that_are_no_preference_are_refused(row: dict[str, Any], match: str
 def test_whole_answers_must_begin_alike(chosen: Any, rejected: Any, match: str) -> None:
     with pytest.raises(UserError, match=match):
         BYTES.form(["chosen", "rejected"], "here").document({"chosen": chosen, "rejected": rejected}, "row 1")
+
+
+def test_an_answer_in_several_contexts_is_a_bad_row(reading: RowFormat) -> None:
+    changing = CHATML.replace("<|im_end|>", "{% if loop.last and not add_generation_prompt %}!{% endif %}<|im_end|>")
+    Path(str(reading.chat_template)).write_text(changing)
+    turns = [said("assistant", "b"), said("user", "c"), said("assistant", "d")]
+    row = {"prompt": [said("user", "a")], "chosen": turns, "rejected": turns[:1]}
+    with pytest.raises(BadRow, match="row 1: an answer has several turns"):
+        reading.form(row, "here").document(row, "row 1")
 
 
 def test_preferences_are_never_taken_for_another_format() -> None:

@@ -258,7 +258,8 @@ CORRUPT = {
         (b'{"a": ' * 200 + b"1" + b"}" * 200, "line 1: has lists or objects more than 100 deep"),
         (b"{" + b",".join(b'"k%d": 1' % i for i in range(9999)) + b"}", "no text under.*k1.*9,999 keys"),
         (b'["x"]\n{"text": "x"}\n', "line 1: not a JSON object"),
-        (b'{"text": "x"}\n{"text": "\xff"}\n', "line 2: not UTF-8"),
+        (b'{"text": "x"}\n{"text": "\xff"}\n', "line 2: not UTF-8 at byte 24 of the file: "),
+        (b'\xef\xbb\xbf{"text": "\xff"}\n', "line 1: not UTF-8 at byte 13 of the file: "),
         (b"", "training.dataset_path = '.*a.jsonl': holds no documents"),
     ],
     "a.json": [

@@ -93,7 +93,7 @@ def test_a_table_is_read_in_any_order_packed_and_in_other_processes(tmp_path, mo
         (b"text;a\nx;1\n", "divided by ';'.*by a tab in .tsv: write it so$"),
         (b"text\ta\nx\t1\n", "write it so, or rename the file to .tsv$"),
         (b"text,a\rx,1\ry,2", "carriage return stands alone"),
-        (b"text,a\n\xff,1\n", "line 2: not UTF-8"),
+        (b"text,a\n\xff,1\n", "line 2: not UTF-8 at byte 7 of the file: "),
         (b"text,a\n", "holds no documents"),
         (b"", "holds no documents"),
     ],

@@ -15,6 +15,7 @@ from torchtitan_graph.data.chat import ChatTemplate
 from torchtitan_graph.data.counts import in_words
 from torchtitan_graph.data.document import Contexts
 from torchtitan_graph.data.forms import RowFormat
+from torchtitan_graph.data.messages import LEARNED
 from torchtitan_graph.data.open_corpus import open_corpus
 from torchtitan_graph.data.packing import Cursor, Packing
 from torchtitan_graph.data.shards import Shards, write_shards
@@ -190,8 +191,7 @@ def test_tokens_that_take_the_white_space_around_them(tmp_path, side):
 
 def test_a_turn_that_is_not_to_be_learned_is_not(tmp_path):
     template = made(tmp_path, CHATML)
-    messages = [PLAIN[0], {**PLAIN[1], "learned": False}, *PLAIN[2:]]
-    assert "learned" not in template.render([{k: v for k, v in PLAIN[1].items()}])[0]
+    messages = [PLAIN[0], {**PLAIN[1], LEARNED: False}, *PLAIN[2:]]
     assert runs(template, template.tokens(messages, None, "assistant", skip=False)) == ["Wait.<|im_end|>"]
     assert runs(template, template.tokens(PLAIN[:2], None, "last_assistant", skip=False)) == ["Hot.<|im_end|>"]
     assert not template.tokens(messages[:2], None, "last_assistant", skip=False).is_target.any()

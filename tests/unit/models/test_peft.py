@@ -120,6 +120,26 @@ def test_experts_are_a_module_each_and_come_back(name: str, flavor: str, tmp_pat
     assert torch.equal(model(TOKENS), before)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::FutureWarning")  # PEFT's and transformers' own
+@pytest.mark.parametrize("targets", [["*.attention", "*.experts"], ["*"]])
+def test_adapters_that_peft_ignores_are_warned_of(
+    targets: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Experts are one tensor in transformers 5; deepseek_v3's shared experts have layers of the same names."""
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers", "5")
+    family, model = with_adapters("deepseek_v3", targets=targets)
+    check_exportable(model, family)
+    warnings = [x.getMessage() for x in caplog.records if x.levelname == "WARNING"]
+    is_warned = any("layers.0.feed_forward.w1, " in x and "PEFT with transformers 5" in x for x in warnings)
+    assert is_warned == bool(warnings) == (targets == ["*"])
+    save_adapter(model, family, tmp_path / "adapter")
+    base = transformers.AutoModelForCausalLM.from_pretrained(
+        base_of(family, model, tmp_path / "base"), experts_implementation="eager"
+    )
+    theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
+    assert are_close(model(TOKENS), theirs(TOKENS).logits) != is_warned
+
+
 def test_base_weights_load_as_without_adapters_and_merged_ones_compute_the_same(tmp_path: Path) -> None:
     for name, flavor in (("llama3", "debugmodel"), ("gpt_oss", "debugmodel"), ("llama4", "debugmodel")):
         family, model = with_adapters(name, flavor)

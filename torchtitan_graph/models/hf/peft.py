@@ -42,12 +42,24 @@ _PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 
 
 def check_exportable(model: nn.Module, family: ModuleType) -> None:
-    """Check that a model's adapters can be written as PEFT's files.
+    """Check that a model's adapters can be written as PEFT's files; warn of those that PEFT leaves out.
 
     Raises:
         UserError: an adapter's weight is no linear layer of Hugging Face's model, but a part of a tensor.
     """
     adapter_places(model, family)
+    # Transformers 5 holds experts in one tensor. PEFT takes each adapter on a name of their layers for a part of it,
+    # and finds no place for those of other layers with such a name.
+    stored = {name: x.name for name in live_tensors(model) if (x := _stored(model, family, name)) is not None}
+    of_experts = {name.rpartition("#")[2] for name in stored.values() if "#" in name}
+    of_others = [name for name in adapters_of(model) if "#" not in stored[name]]
+    is_lost = [name.removesuffix(".weight") for name in of_others if stored[name].endswith((*of_experts,))]
+    if is_lost:
+        logger.warning(
+            f"{listed(is_lost, 3)}: PEFT with transformers 5 will ignore these adapters, because their layers have the"
+            " same names as layers of experts; leave them out of model.lora.targets, or use the merged model"
+            " (checkpoint.last_save_in_hf)"
+        )
 
 
 def check_adapter(model: Decoder, family: ModuleType, path: Path) -> None:

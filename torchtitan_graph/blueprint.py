@@ -17,8 +17,10 @@ from torchtitan_graph.capture.dynamo import CAPTURES
 from torchtitan_graph.checkpoint import check_choice, is_new_run
 from torchtitan_graph.checkpoint.folder import checkpoint_folder
 from torchtitan_graph.config import JobConfig, run_folder, shard_degree, target_of
+from torchtitan_graph.data.forms import RowFormat
 from torchtitan_graph.data.open_corpus import check_names
 from torchtitan_graph.data.tokenizer import Tokenizer, find_assets, load_tokenizer
+from torchtitan_graph.data.turn_ends import ends_of_texts
 from torchtitan_graph.device import Target
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.forecast import Forecast, forecast
@@ -115,7 +117,7 @@ class Blueprint:
             if not_checked := check_own_step(*given):
                 logger.warning(not_checked)
         check_optimizer(self.model, config.optimizer)
-        self.samples = Samples(config.samples, self.model, self.tokenizer) if config.samples.prompts else None
+        self.samples = self._samples() if config.samples.prompts else None
         self.dump_folder = run_folder(config)
         self.checkpoints = checkpoint_folder(config)
         if config.comm.mode != "fake_backend":  # a dry run loads nothing
@@ -205,6 +207,12 @@ class Blueprint:
         if config.last_save_adapter:
             with _named("checkpoint.last_save_adapter = true"):
                 check_exportable(self.model, self.family)
+
+    def _samples(self) -> Samples:
+        """Return the samples, which end where a chat with the model does."""
+        reading = RowFormat.of(self.config.training, self.tokenizer)
+        ends = ends_of_texts(reading, [self.assets])
+        return Samples(self.config.samples, self.model, self.tokenizer, ends)
 
     @contextmanager
     def initial_load_in_hf(self) -> Iterator[Path]:

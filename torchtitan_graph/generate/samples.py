@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import nullcontext
 
 import torch
@@ -18,16 +19,18 @@ from torchtitan_graph.parallel.layout import TP, Layout
 class Samples:
     """The continuations of [samples] prompts: the same in every layout, but for rounding.
 
+    Args:
+        ends: ids of the tokens that end a text.
+
     Raises:
         UserError: a text could become longer than the model's rows.
     """
 
-    def __init__(self, config: job.Samples, model: Decoder, tokenizer: Tokenizer):
+    def __init__(self, config: job.Samples, model: Decoder, tokenizer: Tokenizer, ends: Iterable[int]):
         self._model, self._tokenizer, self.prompts = model, tokenizer, config.prompts
         self._tokens = [to_tokens(tokenizer, prompt) for prompt in config.prompts]
         check_length(model, self._tokens, config.length, "samples.length")
-        ends = frozenset([tokenizer.eos_id])
-        self._options = Options(Sampling(config.temperature), config.length, ends)
+        self._options = Options(Sampling(config.temperature), config.length, frozenset(ends))
 
     def write(self, layout: Layout, dtype: torch.dtype, device: torch.device, is_eager: bool) -> list[str]:
         """Return the continuations; all ranks together. Nothing that training reads changes, random numbers included.

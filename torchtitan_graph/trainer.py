@@ -30,7 +30,7 @@ from torchtitan_graph.checkpoint import (
     check_loadable,
     find_best,
     find_likely,
-    find_position,
+    find_train_state,
     is_new_run,
 )
 from torchtitan_graph.config import check_length, dump_toml, job
@@ -108,18 +108,19 @@ class Trainer:
         self.replicas: Replicas | None = None  # the groups that this one trains with, once it trains
         self.run: RunFolder | None = None  # once it trains
         with _reporting_out_of_memory(self._progress, blueprint):
-            saved = on_rank_0(partial(retry_io, partial(_saved_position, blueprint)), files_group())
+            saved = on_rank_0(partial(retry_io, partial(_saved_state, blueprint)), files_group())
+            done, position = _Done.by(saved), saved.get("data")
             if config.checkpoint.enable or config.checkpoint.initial_load_path:
-                num_steps = _num_steps(blueprint, rows_of_epochs(saved))
+                num_steps = _num_steps(blueprint, rows_of_epochs(position), done)
                 on_rank_0(partial(retry_io, partial(_check_tensors_to_load, blueprint, num_steps)), files_group())
             self.delivery = self._delivery()
-            self.train_data, self.validation_data = retry_io(partial(_open_data, blueprint))
-            count_rows(self.train_data, saved)
+            self.train_data, self.validation_data = retry_io(partial(_open_data, blueprint, done))
+            count_rows(self.train_data, position)
             self.train_data.refuse_empty()
             for data, *_ in self.validation_data.values():
                 count_rows(data)
             self._check_validation()
-            self.num_steps = _num_steps(blueprint, self.train_data.num_rows)  # of the run
+            self.num_steps = _num_steps(blueprint, self.train_data.num_rows, done)  # of the run
             self._log_epochs()
             self.feed = self._new_feed()
             self._log_model()
@@ -149,6 +150,7 @@ class Trainer:
             self.checkpointer = self._new_checkpointer()
             self.hang = HangWatch(config.comm, blueprint.dump_folder, self.rank)
             self._resume()
+            self._warn_of_length()
             if self.average is not None and not self.checkpointer.loaded_optimizer:
                 self.average.begin()
 
@@ -179,7 +181,13 @@ class Trainer:
             lengths, is_fixed = self.train_data.lengths, not training.dynamic_seq_len
             words = epochs_in_words(lengths, training.epochs, training.seq_len, rows_per_step, is_fixed)
             logger.info("; ".join(words))
-            if not all(each.has_ended for each in lengths) or self.train_data.num_rows > rows_per_step * self.num_steps:
+
+    def _warn_of_length(self) -> None:
+        """Warn if a run of epochs ends before its data, or before what is to be done in it."""
+        training, data = self.config.training, self.train_data
+        if training.epochs:
+            last_row = data.num_taken + (self.num_steps - self.step) * self.blueprint.rows_per_step
+            if not all(each.has_ended for each in data.lengths) or data.num_rows > last_row:
                 logger.warning(
                     f"training.steps = {training.steps}: the run ends before its data does (training.epochs ="
                     f" {training.epochs})"
@@ -512,7 +520,11 @@ class Trainer:
                 self._load_train_state(state)
             except (AttributeError, IndexError, KeyError, TypeError, RuntimeError) as error:
                 raise UserError(f"the checkpoint's train_state.json can't be used: {error!r}") from error
-            logger.info(f"resuming after step {self.step}")
+            self.num_steps = _num_steps(
+                self.blueprint, self.train_data.num_rows, _Done(self.step, self.train_data.num_taken)
+            )
+            self.lr_scheduler.set_total_steps(self.num_steps)
+            logger.info(f"resuming after step {self.step}{self._left()}")
             if self.step >= self.num_steps:
                 logger.info(f"{self._ends_with}: there is no step left to do")
             elif self._is_over():
@@ -532,6 +544,14 @@ class Trainer:
             with self.blueprint.initial_load_adapter() as path:
                 load_adapter(self.model, self.blueprint.family, path)
             logger.info(f"loaded the adapter of {path}")
+
+    def _left(self) -> str:
+        """Return in words what is left of a run's epochs, "" without epochs."""
+        rows = self.train_data.num_rows
+        if rows == math.inf:
+            return ""
+        steps = self.num_steps - self.step
+        return f": {max(rows - self.train_data.num_taken, 0):,} of {rows:,} rows are left, and {steps:,} steps"
 
     def _load_train_state(self, state: dict[str, Any]) -> None:
         """Restore the state that `_train_state` returned, without the parts in checkpoint.exclude_from_loading."""
@@ -619,17 +639,33 @@ class Trainer:
             set_timeout(group, seconds)  # type: ignore[arg-type]
 
 
-def _num_steps(blueprint: Blueprint, num_rows: float) -> int:
-    """Return the number of a run's steps: training.steps, or fewer where its data has no more than `num_rows`."""
+class _Done(NamedTuple):
+    """The steps that a run has trained, and the rows of its data that it has read on from."""
+
+    steps: int = 0
+    rows: int = 0
+
+    @staticmethod
+    def by(state: dict[str, Any]) -> _Done:
+        return _Done(state.get("step", 0), (state.get("data") or {}).get("rows", 0))
+
+
+def _num_steps(blueprint: Blueprint, num_rows: float, done: _Done) -> int:
+    """Return the number of a run's steps: training.steps, or fewer where its data has no more than `num_rows`.
+
+    The steps done may have had another number of rows, or other data.
+    """
     steps = blueprint.config.training.steps
-    return min(steps, math.ceil(num_rows / blueprint.rows_per_step)) if num_rows < math.inf else steps
+    if num_rows == math.inf:
+        return steps
+    return min(steps, done.steps + math.ceil(max(num_rows - done.rows, 0) / blueprint.rows_per_step))
 
 
-def _saved_position(blueprint: Blueprint) -> dict[str, Any] | None:
-    """Return the position in the data of a run's newest checkpoint, where it has one with the rows of its epochs."""
+def _saved_state(blueprint: Blueprint) -> dict[str, Any]:
+    """Return the state in a run's newest checkpoint, which has the rows of its epochs; {} without either."""
     if not blueprint.config.training.epochs or is_new_run(blueprint.checkpoints, blueprint.config.checkpoint):
-        return None
-    return find_position(blueprint.checkpoints)
+        return {}
+    return find_train_state(blueprint.checkpoints)
 
 
 def _check_tensors_to_load(blueprint: Blueprint, num_steps: int) -> None:
@@ -648,14 +684,15 @@ def _check_tensors_to_load(blueprint: Blueprint, num_steps: int) -> None:
     check_loadable(path, folder, config, model, optimizer)
 
 
-def _open_data(blueprint: Blueprint) -> tuple[DataLoader, dict[str, tuple[DataLoader, int, str]]]:
+def _open_data(blueprint: Blueprint, done: _Done) -> tuple[DataLoader, dict[str, tuple[DataLoader, int, str]]]:
     """Open the corpora of training and of validation, so that their problems are reported before any step."""
     training = blueprint.config.training
     corpus = dict(dataset=training.dataset, dataset_path=training.dataset_path, sources=training.sources)
     rows = rows_per_microbatch(blueprint.config)
     reading = RowFormat.of(training, blueprint.tokenizer)
     corpus["split"] = "train"
-    most_rows = training.steps * blueprint.rows_per_step
+    rows_per_step = blueprint.rows_per_step
+    most_rows = max(training.steps * rows_per_step, done.rows + (training.steps - done.steps) * rows_per_step)
     opened: Opened = {}
     train_data = _open_corpus(blueprint, training, corpus, training.epochs, most_rows, rows, reading, opened)
     return train_data, open_validation(blueprint, opened) if blueprint.config.validation.enable else {}

@@ -2,7 +2,7 @@
 
 from torchtitan_graph.checkpoint.best import Best, best_checkpoint, best_of, find_best
 from torchtitan_graph.checkpoint.checkpointer import Checkpointer, check_loadable, load_model, save_model, tensors_of
-from torchtitan_graph.checkpoint.choose import check_choice, find_likely, find_position, is_new_run
+from torchtitan_graph.checkpoint.choose import check_choice, find_likely, find_train_state, is_new_run
 from torchtitan_graph.checkpoint.folder import newest_below
 from torchtitan_graph.checkpoint.save import SAVE_POINTS, SaveError
 
@@ -18,7 +18,7 @@ __all__ = [
     "check_choice",
     "check_loadable",
     "find_likely",
-    "find_position",
+    "find_train_state",
     "load_model",
     "newest_below",
     "save_model",

@@ -111,13 +111,13 @@ def find_likely(folder: Path, config: job.Checkpoint, num_steps: int, patience: 
     return _find_newest(folder, steps, num_steps, patience).path if steps else None
 
 
-def find_position(folder: Path) -> dict[str, Any] | None:
-    """Return the position in the data that the newest whole checkpoint of a run holds, by names and small files."""
+def find_train_state(folder: Path) -> dict[str, Any]:
+    """Return the trainer's state in the newest whole checkpoint of a run, by names and small files; {} without one."""
     for path in reversed(list_steps(folder).values()):
         if not find_problem(path):
-            position: dict[str, Any] | None = read_train_state(path)["train_state"].get("data")
-            return position
-    return None
+            state: dict[str, Any] = read_train_state(path)["train_state"]
+            return state
+    return {}
 
 
 def _choose(

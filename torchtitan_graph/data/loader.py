@@ -153,7 +153,7 @@ class DataLoader:
     @property
     def has_ended(self) -> bool:
         """Whether all rows were taken, by all ranks together."""
-        return self._taken() >= self.num_rows
+        return self.num_taken >= self.num_rows
 
     def __next__(self) -> Batch:
         batch, cursors, counts = self._ahead.popleft() if self._ahead else self._read()
@@ -234,7 +234,7 @@ class DataLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's part of the position after the batches taken; `merge_states` completes it."""
-        lengths, taken = self.lengths, self._taken()
+        lengths, taken = self.lengths, self.num_taken
         state = {**self._identity, "rows": taken, "lanes": [list(cursor) for cursor in self._cursors]}
         state |= {"lengths": [each.to_list() for each in lengths]} if lengths else {}
         state |= {"counted": list(self._counted), "counts": list(self._counts)}
@@ -248,8 +248,9 @@ class DataLoader:
             }
         return state
 
-    def _taken(self) -> int:
-        """Return the number of rows that all ranks have taken, with the padding after the last."""
+    @property
+    def num_taken(self) -> int:
+        """The number of rows that all ranks have taken, with the padding after the last."""
         deal = self.deal
         steps, rest = divmod(self._batches, deal.own)
         assert deal.living == 1 or not rest, "with replicas the position is known after whole steps"

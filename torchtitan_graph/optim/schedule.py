@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 
 import torch
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.optim.lr_scheduler import LambdaLR
 
 from torchtitan_graph.config import job
 from torchtitan_graph.log import logger
@@ -17,7 +17,9 @@ DECAYS: dict[str, Callable[[float], float]] = {
 }
 
 
-def build_lr_scheduler(optimizer: torch.optim.Optimizer, config: job.LRScheduler, total_steps: int) -> LRScheduler:
+def build_lr_scheduler(
+    optimizer: torch.optim.Optimizer, config: job.LRScheduler, total_steps: int
+) -> "WarmupStableDecay":
     """Build the `[lr_scheduler]` table's schedule for a run of `total_steps` optimizer steps.
 
     Call `step()` once after each `optimizer.step()`. `lr_scheduler.total_steps`, where it is set, replaces
@@ -32,6 +34,11 @@ def build_lr_scheduler(optimizer: torch.optim.Optimizer, config: job.LRScheduler
     set, and decay(x) is x (linear), 1 - sqrt(1 - x) (sqrt) or (1 + cos(pi * (1 - x))) / 2 (cosine). Neither the first
     nor the last step is lost on a learning rate of 0: the minimum would be reached at step S + 1.
     """
+    return WarmupStableDecay(optimizer, config, total_steps)
+
+
+def _factor_of(config: job.LRScheduler, total_steps: int) -> Callable[[int], float]:
+    """Return the function from the number of steps done to the factor of the next one's learning rate."""
     if config.total_steps is not None:
         total_steps = config.total_steps
     num_warmup, num_decay = _phases(config, total_steps)
@@ -46,7 +53,7 @@ def build_lr_scheduler(optimizer: torch.optim.Optimizer, config: job.LRScheduler
         left = max(total_steps + 1 - step, 0) / num_decay
         return min_factor + (1 - min_factor) * decay(left)
 
-    return WarmupStableDecay(optimizer, factor)
+    return factor
 
 
 def _phases(config: job.LRScheduler, total_steps: int) -> tuple[int, int]:
@@ -75,9 +82,16 @@ class WarmupStableDecay(LambdaLR):
     Everything else comes from the configuration: a run resumed with another `optimizer.lr` uses the new one.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, factor: Callable[[int], float]) -> None:
-        self.factor = factor
-        super().__init__(optimizer, factor)
+    def __init__(self, optimizer: torch.optim.Optimizer, config: job.LRScheduler, total_steps: int) -> None:
+        self._config = config
+        self.factor = _factor_of(config, total_steps)
+        super().__init__(optimizer, self.factor)
+
+    def set_total_steps(self, total_steps: int) -> None:
+        """Let the schedule span another number of steps, from the next one on."""
+        self.factor = _factor_of(self._config, total_steps)
+        self.lr_lambdas = [self.factor] * len(self.lr_lambdas)
+        self.load_state_dict(self.state_dict())
 
     def state_dict(self) -> dict[str, int]:
         """Return `{"num_steps_done": n}`."""

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_graph import stop
@@ -19,7 +18,6 @@ from torchtitan_graph.checkpoint import Checkpointer, tensors_of
 from torchtitan_graph.checkpoint.folder import TMP
 from torchtitan_graph.data.batches import Deal
 from torchtitan_graph.data.feed import Feed, Microbatches
-from torchtitan_graph.data.positions import merge_states
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
 from torchtitan_graph.metrics import Metrics
@@ -27,7 +25,7 @@ from torchtitan_graph.replicas import TrainingState
 from torchtitan_graph.replicas.outer import Outer
 from torchtitan_graph.runtime.gradients import taking
 from torchtitan_graph.steps.reading import Read
-from torchtitan_graph.trainer import Trainer
+from torchtitan_graph.trainer import Trainer, position_of_all
 
 if TYPE_CHECKING:
     from torchtitan_graph.replicas.replicas import Replicas
@@ -96,12 +94,6 @@ class _ReplicaTrainer(Trainer):
         return super()._patience() + self.config.fault_tolerance.timeout_seconds
 
 
-def _of_all_ranks(position: dict[str, Any]) -> dict[str, Any]:
-    parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, position)
-    return merge_states(parts)
-
-
 class StepwiseTrainer(_ReplicaTrainer):
     """A replica group that meets the others in each step. See Note [Replicas]."""
 
@@ -127,7 +119,7 @@ class StepwiseTrainer(_ReplicaTrainer):
                 changed = replicas.join()
             begin = time.monotonic()
             if changed or is_behind:
-                self._go_to(_of_all_ranks(self._position))
+                self._go_to(position_of_all(self._position, self.layout))
             self.stop_signal = replicas.stop_signal
             if self.stop_signal or self._is_over():  # as of the replica that this one healed from
                 return None
@@ -284,7 +276,7 @@ class RoundsTrainer(_ReplicaTrainer):
         position = self.train_data.state_dict()
         if healed:
             position = {**self._position, "lanes": position["lanes"]}
-        merged = _of_all_ranks(position)
+        merged = position_of_all(position, self.layout)
         whole = self.train_data.catch_up(merged)
         if changed or whole != merged:
             self._go_to(whole)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -33,7 +33,7 @@ from torchtitan_graph.checkpoint import (
     find_train_state,
     is_new_run,
 )
-from torchtitan_graph.config import check_length, dump_toml, job
+from torchtitan_graph.config import check_beginning, check_length, dump_toml, job
 from torchtitan_graph.config.job import validation_metrics
 from torchtitan_graph.data.counts import Counts, in_words
 from torchtitan_graph.data.feed import Feed, Microbatches
@@ -65,6 +65,7 @@ from torchtitan_graph.optim import (
     ranks_with_non_finite_gradients,
 )
 from torchtitan_graph.parallel.agree import FILES_TIMEOUT, files_group, on_rank_0
+from torchtitan_graph.parallel.layout import Layout
 from torchtitan_graph.patience import find_full_disk, retry_io
 from torchtitan_graph.quantize.state import convert
 from torchtitan_graph.run.folder import RunFolder
@@ -513,6 +514,8 @@ class Trainer:
     def _resume(self) -> None:
         assets = self.blueprint.assets
         state = self.checkpointer.load(self.num_steps, self.config.validation.patience)
+        if state is None:  # certain only now where checkpoints are remote
+            check_beginning(self.config, is_new=True)
         if not self.checkpointer.loaded_optimizer:
             forget_rehearsal(self.optimizer)
         if state is not None:
@@ -601,9 +604,7 @@ class Trainer:
         logger.info(f"saved {path}: weights in {self.config.checkpoint.export_dtype}; {self.delivery.summary}")
 
     def _train_state(self) -> dict[str, Any]:
-        parts: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(parts, self.train_data.state_dict())
-        data = merge_states(parts)
+        data = position_of_all(self.train_data.state_dict(), self.layout)
         if left_out := in_words(Counts(*data["counted"])):
             logger.info(f"the data so far: {'; '.join(left_out)}")
         return {**self._own_state(), "data": data}
@@ -717,6 +718,13 @@ def open_validation(blueprint: Blueprint, opened: Opened | None = None) -> dict[
         option = "validation.dataset" if of is None else f"validation.sets, entry {number + 1}"
         loaders[metric] = data, most, option
     return loaders
+
+
+def position_of_all(own: dict[str, Any], layout: Layout) -> dict[str, Any]:
+    """Return the position of all ranks together. Those that read the same rows are one part of it."""
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, (layout.data_rank, own))
+    return merge_states(list(dict(parts).values()))
 
 
 def count_rows(data: DataLoader, saved: dict[str, Any] | None = None) -> None:

@@ -1,6 +1,8 @@
 """A run of epochs has full steps to its end, spans them with its schedule, and resumes in the middle."""
 
 import json
+import re
+import shutil
 
 import pytest
 from runs import EAGER, train
@@ -45,3 +47,27 @@ def test_an_epoch_ends_with_one_short_step_on_any_number_of_ranks(texts, tmp_pat
     two = records(tmp_path / "two")
     assert [record["tokens_seen"] for record in two[-1:]] == [one[-1]["tokens_seen"]]
     assert two[-1]["loss"] == pytest.approx(one[-1]["loss"], abs=1e-5)
+
+
+def test_a_run_resumed_with_other_steps_ends_with_its_data(texts, tmp_path):
+    """Rows read before are not counted as steps of now, and rows to come are all read."""
+    first = train(*options_of(texts, tmp_path / "more"), "--training.steps", "3", "--checkpoint.interval", "3")
+    assert first.code == 0 and "the run ends before its data does" in first.output, first.output
+    for name in ("fewer", "again"):
+        shutil.copytree(tmp_path / "more", tmp_path / name)
+    changes = {
+        "more": ["--training.local_batch_size", "16", "--training.global_batch_size", "16"],
+        "fewer": ["--training.local_batch_size", "4", "--training.global_batch_size", "4"],
+        "again": ["--checkpoint.load_step", "3", "--checkpoint.exclude_from_loading", "dataloader"],
+    }
+    seen = {}
+    for name, size in {"more": 16, "fewer": 4, "again": 8}.items():
+        run = train(*options_of(texts, tmp_path / name), *changes[name])
+        rows = int(re.search(r"one epoch: ([\d,]+) rows", run.output)[1])
+        left = rows if name == "again" else rows - 24
+        steps = 3 + -(-left // size)
+        assert run.code == 0 and f": {left} of {rows} rows are left, and {steps - 3} steps" in run.output, run.output
+        found = records(tmp_path / name)
+        assert found[-1]["step"] == steps and found[-1]["lr"] < found[4]["lr"]
+        seen[name] = found[-1]["tokens_seen"]
+    assert seen["more"] == seen["fewer"] < seen["again"]

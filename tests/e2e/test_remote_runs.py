@@ -43,3 +43,10 @@ def test_an_address_that_can_not_be_written_to_is_refused_before_training(tmp_pa
     assert code == 2, output
     assert f"checkpoint.remote_folder: {address} can't be used" in output
     assert "Traceback" not in output and "parameters" not in output
+
+
+def test_adapters_on_random_weights_are_refused_also_where_checkpoints_are_remote(tmp_path: Path) -> None:
+    address = ["--checkpoint.remote_folder", f"file://{tmp_path / 'there'}"]
+    code, output = train("--job.dump_folder", str(tmp_path / "run"), *address, "--model.lora.rank", "4", *EAGER,
+        "--training.dataset", "stdlib")  # fmt: skip
+    assert code == 2 and "adapters would be trained next to random weights" in output, output

@@ -85,6 +85,12 @@ def test_a_part_of_the_vocabulary_at_the_wrong_place_is_seen() -> None:
     assert furthest(Cell(TP2, FP64), with_parts_that_all_begin_at_0) > 1e-3
 
 
+def test_layers_that_predict_further_tokens_are_in_no_score() -> None:
+    cell = Cell(precision=FP64, family="deepseek_v3", changes=(("num_mtp_layers", 1),))
+    ((_, graph, eager),) = run_on(1, both, cell)
+    assert torch.equal(graph, eager) and graph.any()
+
+
 def test_of_equal_logits_the_first_is_the_likeliest() -> None:
     labels_BL = torch.tensor([[1, 2, IGNORE_INDEX]])
     logits_BLV = torch.tensor([0.0, 3.0, 3.0]).expand(1, 3, 3).contiguous()

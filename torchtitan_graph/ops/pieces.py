@@ -54,7 +54,7 @@ class Call(NamedTuple):
 
     def seen(self) -> Tensor | None:
         """Return which keys a query sees, (Lq, Lk); None if the kernel is causal."""
-        if self.offset == 0:
+        if self.offset == 0 and self.length <= self.window:
             return None
         query_L1 = torch.arange(self.offset, self.offset + self.length, device="cpu").unsqueeze(1)
         distance_LL = query_L1 - torch.arange(self.offset + self.length, device="cpu")

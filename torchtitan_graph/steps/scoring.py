@@ -24,7 +24,7 @@ from torchtitan_graph.quantize.state import Float8State
 from torchtitan_graph.runtime.observe import Watchable
 from torchtitan_graph.steps.assembly import Assembly
 from torchtitan_graph.steps.build import quantized_state
-from torchtitan_graph.steps.inputs import example_inputs, of_this_rank
+from torchtitan_graph.steps.inputs import example_inputs, num_ahead, of_this_rank
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +49,8 @@ class Scoring:
             self.quantized.refresh(always=False)
         B, L = batch.tokens_BL.shape
         one = torch.ones((), dtype=torch.int64, device=batch.tokens_BL.device)
-        scores_2T = self.step(*of_this_rank(batch, one.expand(2), self.model, self.layout, on_host), one)
+        totals = one.expand(2 + num_ahead(self.model)).contiguous()  # not read: scores have no means
+        scores_2T = self.step(*of_this_rank(batch, totals, self.model, self.layout, on_host), one)
         cp = self.layout.degree(CP)
         if cp == 1:
             return scores_2T.view(2, B, L)

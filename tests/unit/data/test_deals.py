@@ -6,11 +6,15 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from pool import run_on
 from torchtitan_graph.data import IGNORE_INDEX, DataLoader, merge_states
 from torchtitan_graph.data.batches import Deal
 from torchtitan_graph.data.corpus import ShuffledCorpus
+from torchtitan_graph.data.counts import Counts
 from torchtitan_graph.data.mixture import Mixture
 from torchtitan_graph.data.tokenizer import ByteTokenizer
+from torchtitan_graph.parallel.layout import ParallelDims
+from torchtitan_graph.trainer import position_of_all
 
 TOTAL, RANKS, ROWS = 6, 2, 2  # microbatches of a step, ranks of a group, rows of a rank's microbatch
 
@@ -116,3 +120,13 @@ def test_the_position_is_not_known_within_a_step(make) -> None:
     next(loader)
     with pytest.raises(AssertionError, match="after whole steps"):
         loader.state_dict()
+
+
+def position_with_one_document_cut() -> dict:
+    own = {"lanes": [[0, 0, 0, 0]], "counts": list(Counts(cut=1)), "counted": list(Counts(cut=5)), "rows": 4}
+    return position_of_all(own, ParallelDims(dp_shard=2, tp=2).layout("cpu"))
+
+
+def test_ranks_that_read_the_same_rows_count_them_once() -> None:
+    for position in run_on(4, position_with_one_document_cut):
+        assert position["counted"] == list(Counts(cut=7))

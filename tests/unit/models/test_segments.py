@@ -90,7 +90,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor, seen_BLL: Tensor, sinks_N: Tensor | N
 
 
 @pytest.mark.parametrize("cp", [1, 2])
-@pytest.mark.parametrize("window", [0, 3, 70])
+@pytest.mark.parametrize("window", [0, 1, 3, 70])
 @pytest.mark.parametrize("rate", [0.3, 0.03, 0.002])
 def test_windows_sinks_and_parts_of_rows(rate: float, window: int, cp: int) -> None:
     length = 384  # longer than what is rounded, and more than one block behind a window

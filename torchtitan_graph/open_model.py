@@ -17,6 +17,7 @@ from torchtitan_graph.data.turn_ends import ends_of_texts
 from torchtitan_graph.delivery import base_of
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.models.hf import allocate, check_weights, choose_model, load_weights, new_model
+from torchtitan_graph.models.hf.peft import CONFIG as ADAPTER
 from torchtitan_graph.models.layers.adapt import check_packed
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.models.layers.init import initialize_buffers
@@ -78,6 +79,11 @@ def open_model(
     device = device or torch.device("cpu")
     if not folder.is_dir():
         raise UserError(f"{folder}: there is no such folder")
+    if (folder / ADAPTER).exists() and not (folder / "config.json").exists():
+        raise UserError(
+            f"{folder} holds adapters alone: name their run's folder or its checkpoint, or the merged model that"
+            " checkpoint.last_save_in_hf writes"
+        )
     weights = newest_below(folder)
     is_hf = weights == folder and (folder / "config.json").exists()
     family, model, reading, assets, _ = describe_hf(folder) if is_hf else describe(weights, config)

@@ -117,6 +117,7 @@ def test_the_configuration_is_found_wherever_the_checkpoint_lies(
     ("words", "part"),
     [
         (["nowhere"], "nowhere: there is no such folder"),
+        (["ADAPTER", "a"], "ADAPTER holds adapters alone: name their run's folder"),
         ([".", "--max_new_tokens", "0"], "--max_new_tokens 0: must be at least 1"),
         ([".", "--temperature", "nan"], "--temperature nan: must be at least 0"),
         ([".", "--top_p", "0"], "--top_p 0.0: must be above 0 and at most 1"),
@@ -137,6 +138,8 @@ def test_a_mistake_is_refused_in_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("EMPTY").write_text("\n")
+    Path("ADAPTER").mkdir()
+    Path("ADAPTER/adapter_config.json").write_text("{}")
     Path("WRONG.jsonl").write_text('{"text": "a"}\n')
     assert part in refusal(*[str(folder) if word == "HF" else word for word in words])
 

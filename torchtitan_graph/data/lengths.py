@@ -89,9 +89,10 @@ def epochs_in_words(
         what = f"the first rows of {what}"
     room = steps * rows_per_step * seq_len
     padding = f"{1 - tokens / max(room, 1):.1%} padding".replace("%", " %") if is_fixed else f"{tokens:,} tokens"
-    up_to = "" if is_fixed else "up to "
+    up_to, last = "" if is_fixed else "up to ", rows % rows_per_step
+    short = f" (the last has {last})" if last else ""
     text = (
-        f"{what}: {rows:,} rows of {up_to}{seq_len:,} tokens in {steps:,} steps of {rows_per_step}, {padding},"
+        f"{what}: {rows:,} rows of {up_to}{seq_len:,} tokens in {steps:,} steps of {rows_per_step}{short}, {padding},"
         f" {targets:,} targets"
     )
     return [text, *in_words(sum((each.counts for each in lengths), Counts()))]

@@ -34,7 +34,11 @@ def adapt(model: Decoder, family: ModuleType, options: job.Model) -> None:
     if options.freeze:
         freeze(model, options.freeze)
     if options.lora.rank:
-        add_adapters(model, family, options.lora)
+        weights = add_adapters(model, family, options.lora)
+        number = sum(model.get_parameter(name).numel() for name in adapter_parameters(model))
+        added = f"{len(weights)} weights have adapters of rank {options.lora.rank}, {number:,} parameters"
+        packed = f", these weights in {options.lora.base}" if options.lora.base else ""
+        logger.info(f"model.lora: {added}; all else is frozen{packed}")
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
@@ -85,8 +89,9 @@ def beginnings(name: str) -> list[str]:
     return [".".join(parts[:i]) for i in range(1, len(parts) + 1)]
 
 
-def add_adapters(model: Decoder, family: ModuleType, options: job.Lora) -> None:
-    """Add an adapter to each weight of `targets`, give it its roles in the model's plan, and freeze all else.
+def add_adapters(model: Decoder, family: ModuleType, options: job.Lora) -> list[str]:
+    """Add an adapter to each weight of `targets`, give it its roles in the model's plan, and freeze all else; return
+    the names of those weights.
 
     Raises:
         UserError: a pattern matches no linear layer of a block and no stack of experts, or one of another class.
@@ -119,10 +124,7 @@ def add_adapters(model: Decoder, family: ModuleType, options: job.Lora) -> None:
     weights = [f"{name}.weight" if name in layers else name for name in candidates if name in chosen]
     model.PLAN = {**plan_of(family, model), **_roles(plan_of(family, model), model, weights)}  # type: ignore[assignment]
     model.lora = options
-    number = sum(model.get_parameter(name).numel() for name in adapter_parameters(model))
-    added = f"{len(weights)} weights have adapters of rank {rank}, {number:,} parameters"
-    packed = f", these weights in {options.base}" if options.base else ""
-    logger.info(f"model.lora: {added}; all else is frozen{packed}")
+    return weights
 
 
 def _check_packable(model: nn.Module, packing: str, weights: Mapping[str, Tensor]) -> None:

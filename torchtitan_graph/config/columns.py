@@ -5,10 +5,13 @@ from typing import Any
 
 from torchtitan_graph.config.option import did_you_mean
 
-# What each format reads, and the columns that are read where training.columns names no other.
+# What each form of rows reads, and the columns that are read where training.columns names no other. The forms are the
+# values of training.format, and TURN: that of "chat" in which two columns are a conversation of one turn.
+TURN = "turn"
 COLUMNS = {
     "text": {"text": "text"},
     "chat": {"messages": "messages", "tools": "tools", "system": "system"},
+    TURN: {"user": "user", "assistant": "assistant", "tools": "tools", "system": "system"},
     "completion": {"prompt": "prompt", "completion": "completion", "tools": "tools", "system": "system"},
     "preference": {
         "prompt": "prompt",
@@ -40,6 +43,11 @@ def find_wrong_column(columns: Mapping[str, Any], format_: str | None) -> str | 
     of = [kind for kind, parts in COLUMNS.items() if columns.keys() <= parts.keys()]
     if columns and not of:
         return f"{', '.join(columns)} are of different formats, and a corpus has one"
+    for part, other in (("user", "assistant"), ("assistant", "user")):
+        if part in columns and other not in columns:
+            return f"{part} is named without {other}: name both, as in {{user = 'question', assistant = 'answer'}}"
+    if "user" in columns and format_ == "chat":
+        return None
     if columns and format_ is not None and format_ not in of:
         return f"{', '.join(columns)} is not of the format {format_!r}, which reads {', '.join(COLUMNS[format_])}"
     return None

@@ -383,9 +383,10 @@ class Training:
     )
     columns: dict[str, Any] = option(
         {},
-        "Columns that are read, where they have other names: text; messages; prompt and completion, as in {prompt ="
-        " 'question', completion = 'answer'}; or prompt, chosen and rejected; with any but text, tools and system. A"
-        " dotted path names one inside others: {messages = 'data.messages'}. {system = ''} leaves that column unread.",
+        "Columns that are read, where they have other names: text; messages; user and assistant, texts that are a"
+        " conversation of one turn, as in {user = 'question', assistant = 'answer'}; prompt and completion; or prompt,"
+        " chosen and rejected; with any but text, tools and system. A dotted path names one inside others: {messages ="
+        " 'data.messages'}. {system = ''} leaves that column unread.",
     )
     step: str | None = option(
         None,

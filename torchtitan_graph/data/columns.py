@@ -64,12 +64,21 @@ def without_nulls(value: Any) -> Any:
     return value
 
 
-def likely_columns(row: Collection[str]) -> str:
-    """Return the end of a message: the value of the option `columns` that a row's columns suggest, or an example."""
+def likely_columns(row: Collection[str], has_template: bool) -> str:
+    """Return the end of a message: the value of the option `columns` that a row's columns suggest, or an example.
+
+    has_template: whether there is a chat template, so that a question and its answer can be a conversation.
+    """
     pair = next((pair for pair in _PAIRS if pair[0] in row and pair[1] in row), None)
     if pair is None:
-        return ", such as {text = 'content'}, or {prompt = 'question', completion = 'answer'}"
+        return (
+            ", such as {text = 'content'}, {user = 'question', assistant = 'answer'} for a conversation of one turn, or"
+            " {prompt = 'question', completion = 'answer'} for text"
+        )
     hint = f": {{prompt = {pair[0]!r}, completion = {pair[1]!r}}}"
+    if has_template:
+        turn = f"{{user = {pair[0]!r}, assistant = {pair[1]!r}}}"
+        hint = f": {turn} for chats, by the chat template; for plain text{hint}"
     if pair == ("instruction", "output") and "input" in row:
         hint += ". The column 'input' is not read then: write what it holds into the instruction"
     return hint

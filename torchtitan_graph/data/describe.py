@@ -6,7 +6,7 @@ from typing import Any
 
 from torchtitan_graph.data.corpus import Corpus, ShuffledCorpus
 from torchtitan_graph.data.forms import RowFormat
-from torchtitan_graph.data.row_forms import Conversation, Form
+from torchtitan_graph.data.row_forms import Conversation, Form, Turn
 from torchtitan_graph.data.shards import Shards
 from torchtitan_graph.data.sources import Chain
 from torchtitan_graph.data.texts import TextFiles
@@ -36,7 +36,7 @@ def describe(corpus: Corpus, dataset: str, path: str | None, split: str, reading
         words.append(f"streamed, {_SPLITS.get(split, 'all of it')}")
     forms = [form for form in map(_form, parts) if form]
     words += dict.fromkeys(map(_form_in_words, forms))
-    if any(isinstance(form, Conversation) for form in forms):
+    if any(isinstance(form, Conversation | Turn) for form in forms):
         digest = hashlib.sha256(reading.template.digest.encode()).hexdigest()[:8]
         words.append(f"template {reading.chat_template or 'of the tokenizer'} ({digest})")
     return "; ".join(words)
@@ -63,7 +63,8 @@ def _form(part: Any) -> Any:
 
 def _form_in_words(form: Form) -> str:
     maybe = f", and {' and '.join(form.optional)} where a row has them" if form.optional else ""
-    return f"{type(form).__name__.lower()} of the columns {', '.join(form.columns)}{maybe}"
+    kind = "conversation" if isinstance(form, Turn) else type(form).__name__.lower()
+    return f"{kind} of the columns {', '.join(form.columns)}{maybe}"
 
 
 def _count(number: int, what: str) -> str:

@@ -6,14 +6,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from torchtitan_graph.config import job
-from torchtitan_graph.config.columns import COLUMNS, OPTIONAL
+from torchtitan_graph.config.columns import COLUMNS, OPTIONAL, TURN
 from torchtitan_graph.config.option import did_you_mean
 from torchtitan_graph.data.bad_rows import AllBad, BadRow, BadRows
 from torchtitan_graph.data.chat import ChatTemplate
 from torchtitan_graph.data.columns import find_column, likely_columns, paths_of
 from torchtitan_graph.data.document import Contexts, Tokens
 from torchtitan_graph.data.messages import LEARNED
-from torchtitan_graph.data.row_forms import Completion, Conversation, Form, Preference, Text, shortened
+from torchtitan_graph.data.row_forms import Completion, Conversation, Form, Preference, Text, Turn, shortened
 from torchtitan_graph.data.tokenizer import FileTokenizer, Tokenizer
 from torchtitan_graph.data.tokenizer_json import read_templates
 from torchtitan_graph.errors import UserError, listed
@@ -172,6 +172,8 @@ class RowFormat:
             form: Form = Text(names["text"], self.option("columns"))
         elif kind == "chat":
             form = Conversation(self, names["messages"], tools, system)
+        elif kind == TURN:
+            form = Turn(self, names["user"], names["assistant"], tools, system)
         elif kind == "completion":
             form = Completion(self, names["prompt"], names["completion"], tools, system)
         else:
@@ -189,7 +191,8 @@ class RowFormat:
         if not self.columns and kind == "text":
             raise UserError(
                 f"{place}: no text under the key 'text'; there is {there}. Text, messages, conversations, or prompt and"
-                f" completion are found by themselves; name others in {self.option('columns')}{likely_columns(row)}"
+                f" completion are found by themselves; name others in {self.option('columns')}"
+                f"{likely_columns(row, self.has_template)}"
             )
         hint = did_you_mean(name, paths, f"; there is {there}.")
         is_named = part in self.columns or self.format is None
@@ -199,10 +202,12 @@ class RowFormat:
         raise UserError(f"{place}: {option}: {part} = {name!r} is no column of it{hint}{more}{also}")
 
     def _kind(self, row: Mapping[str, Any], place: str) -> str:
+        if "user" in self.columns:  # with assistant, as the options were checked
+            return TURN
         if self.format is not None:
             return self.format
         if self.columns:
-            fitting = [kind for kind, parts in COLUMNS.items() if self.columns.keys() <= parts.keys()]
+            fitting = [kind for kind, parts in COLUMNS.items() if self.columns.keys() <= parts.keys() and kind != TURN]
             there = [kind for kind in fitting if self._has_needed(row, kind)]
             return self._unless_preference((there or fitting)[0], place)
         fits = {
@@ -245,9 +250,12 @@ class RowFormat:
         """Log once that a prompt and its answer are texts, where there is a chat template that does not render them."""
         if self.has_template and "" not in self._named:
             self._named.add("")
+            way = "write both as lists of messages"
+            if self.format != "preference":  # a turn has one answer
+                way = f"set {self.option('columns')} = {{user = {columns[0]!r}, assistant = {columns[1]!r}}}, or {way}"
             logger.info(
                 f"{where}: {' and '.join(columns)} are text, which is learned as it is, without the chat template. If"
-                " the model is to answer in chats, write both as lists of messages"
+                f" the model is to answer in chats, {way}"
             )
 
     @functools.cached_property

@@ -1,4 +1,4 @@
-"""The forms in which rows hold documents: text, conversations, prompts with completions, preferences."""
+"""The forms in which rows hold documents: text, conversations, turns, prompts with completions, preferences."""
 
 from __future__ import annotations
 
@@ -89,6 +89,40 @@ class Conversation(_Form):
             there = shortened(paths_of(row))
             raise BadRow("no_value", f"{where}: no messages under the key {self.messages!r}; there is {there}")
         messages = messages_of(value_of(row, self.messages), where)
+        messages = with_system(messages, value_of(row, self.system), where)
+        return self.reading.conversation(messages, tools_of(value_of(row, self.tools), where), where)
+
+
+@dataclasses.dataclass(frozen=True)
+class Turn(_Form):
+    """Two columns of text, what the user says and what the assistant answers: a conversation of one turn."""
+
+    reading: RowFormat
+    user: str
+    assistant: str
+    tools: str | None = "tools"
+    system: str | None = "system"
+    is_whole = True
+
+    @property
+    def columns(self) -> list[str]:
+        return [self.user, self.assistant]
+
+    @property
+    def digest(self) -> str:
+        reading = self.reading
+        return f"{self.columns} {self.optional} turn {reading.of_turns} {reading.template.digest}"
+
+    def document(self, row: Mapping[str, Any], where: str) -> Document:
+        """Return a row's conversation as tokens; raise BadRow with `where` if a column has no text, the answer is empty
+        or the chat template refuses it."""
+        said = [_text(row, name, where, self.reading.option("columns")) for name in (self.user, self.assistant)]
+        for name, text in zip(self.columns, said, strict=True):
+            if isinstance(as_messages(text, where, name), list):
+                raise BadRow("no_value", f"{where}: {name} is a list of messages, and user and assistant are text")
+        if not said[1].strip():
+            raise BadRow("no_answer", f"{where}: {self.assistant} is empty: it would teach the model to end at once")
+        messages = [{"role": role, "content": text} for role, text in zip(("user", "assistant"), said, strict=True)]
         messages = with_system(messages, value_of(row, self.system), where)
         return self.reading.conversation(messages, tools_of(value_of(row, self.tools), where), where)
 
@@ -246,7 +280,7 @@ def _common(one: list[Any], other: list[Any]) -> Iterator[Any]:
         yield a
 
 
-Form = Text | Conversation | Completion | Preference
+Form = Text | Conversation | Turn | Completion | Preference
 
 
 def _text(row: Mapping[str, Any], column: str, where: str, option: str) -> str:

@@ -44,6 +44,10 @@ def test_files_documents_format_columns_and_split(tmp_path: Path) -> None:
     how = said(pairs, "all", columns={"prompt": "question", "completion": "answer"})
     optional = "and tools and system where a row has them"
     assert how == f"{pairs}; 1 file; 3 documents, all of them; completion of the columns question, answer, {optional}"
+    (template := tmp_path / "chat.jinja").write_text(TEMPLATE)
+    how = said(pairs, "all", columns={"user": "question", "assistant": "answer"}, chat_template=str(template))
+    of = f"conversation of the columns question, answer, {optional}; template {template} ("
+    assert how.startswith(f"{pairs}; 1 file; 3 documents, all of them; {of}")
 
 
 def test_a_folder_counts_its_files(tmp_path: Path) -> None:

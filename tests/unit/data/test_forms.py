@@ -1,5 +1,6 @@
 """What rows of files are read as: told by their columns, or by options; and documents of a class of one's own."""
 
+import csv
 import dataclasses
 import json
 import random
@@ -15,7 +16,7 @@ from torchtitan_graph.config import job, load
 from torchtitan_graph.config.check import check
 from torchtitan_graph.config.columns import find_wrong_column
 from torchtitan_graph.data import IGNORE_INDEX, build_dataloader, load_tokenizer, merge_states
-from torchtitan_graph.data.bad_rows import BadRows
+from torchtitan_graph.data.bad_rows import BadRow, BadRows
 from torchtitan_graph.data.chat import ChatTemplate
 from torchtitan_graph.data.document import Tokens
 from torchtitan_graph.data.forms import RowFormat
@@ -70,6 +71,56 @@ def test_columns_that_do_not_tell_are_refused(options, columns, match):
         RowFormat(ByteTokenizer(), **options).form(columns, "here")
 
 
+def test_likely_questions_and_answers_are_proposed_as_chats_where_there_is_a_template(reading):
+    with pytest.raises(UserError, match="{user = 'question', assistant = 'answer'} for chats"):
+        reading.form(["question", "answer"], "here")
+    with pytest.raises(UserError, match="{user = 'instruction', assistant = 'output'} for chats"):
+        reading.form(["instruction", "output"], "here")
+
+
+ASKED = [("a", "b"), ("tea, hot?", "the pot\nis old"), ("ünï", ' "ok" ')]
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.tsv", "a.jsonl", "nested.jsonl", "a.parquet"])
+@pytest.mark.parametrize("given", [{}, {"format": "chat", "loss_on": "all"}])
+def test_a_question_and_its_answer_are_a_conversation_by_their_columns(reading, tmp_path, name, given):
+    rows = [{"question": ask, "answer": answer, "hint": "wait"} for ask, answer in ASKED]
+    columns, file = {"user": "question", "assistant": "answer", "system": "hint"}, tmp_path / name
+    if name.endswith("parquet"):
+        pytest.importorskip("datasets").Dataset.from_list(rows).to_parquet(file)
+    elif name.endswith("jsonl"):
+        if name.startswith("nested"):
+            rows, columns = [{"row": row} for row in rows], {part: f"row.{key}" for part, key in columns.items()}
+        file.write_text("\n".join(map(json.dumps, rows)))
+    else:
+        with open(file, "w", newline="") as stream:
+            writer = csv.DictWriter(stream, list(rows[0]), delimiter="," if name == "a.csv" else "\t")
+            writer.writeheader()
+            writer.writerows(rows)
+    reading = dataclasses.replace(reading, **given)
+    found = open_corpus("", str(file), "all", 0, dataclasses.replace(reading, columns=columns)).source
+    assert find_wrong_column(columns, reading.format) is None and len(found) == len(ASKED)
+    for index, turn in enumerate(ASKED):
+        texts = {"system": "wait", "user": turn[0], "assistant": turn[1]}
+        said = [{"role": role, "content": text} for role, text in texts.items()]
+        expected = reading.form(["messages"], "here").document({"messages": said}, "here")
+        assert found[index].ids.tolist() == expected.ids.tolist()
+        assert found[index].is_target.tolist() == expected.is_target.tolist()
+
+
+def test_turns_that_are_none_are_bad_rows_of_their_kinds(reading):
+    form = dataclasses.replace(reading, columns={"user": "q", "assistant": "a"}).form(["q", "a"], "here")
+    for row, kind in (
+        ({"q": "x", "a": " \n"}, "no_answer"),
+        ({"q": None, "a": "y"}, "no_value"),
+        ({"q": "x"}, "no_value"),
+        ({"q": '[{"role": "user", "content": "x"}]', "a": "y"}, "no_value"),
+    ):
+        with pytest.raises(BadRow) as error:
+            form.document(row, "here")
+        assert error.value.kind == kind
+
+
 def test_what_training_sets_for_validation_is_called_by_its_own_name():
     training = RowFormat(ByteTokenizer(), columns={"text": "content"})
     validation = training.of_validation(job.Validation(dataset_path="x.jsonl"))
@@ -89,6 +140,11 @@ def test_what_training_sets_for_validation_is_called_by_its_own_name():
         (["--training.columns", "{messages = ''}"], "messages = '': a row must have it; with '' are legal system, too"),
         (["--training.columns", "{prompt = '', completion = 'a'}"], "prompt = '': a row must have it"),
         (["--training.columns", "{text = 'a', prompt = 'b'}"], "are of different formats"),
+        (["--training.columns", "{user = 'q'}"], "user is named without assistant: name both, as in {user = "),
+        (["--training.columns", "{assistant = 'a', system = 's'}"], "assistant is named without user"),
+        (["--training.columns", "{user = 'q', assistant = ''}"], "assistant = '': a row must have it"),
+        (["--training.columns", "{user = 'q', assistant = 'a', messages = 'm'}"], "are of different formats"),
+        (["--training.columns", "{user='q', assistant='a'}", "--training.format", "text"], "not of the format 'text'"),
         (["--training.columns", "{text = 'a'}", "--training.format", "chat"], "not of the format 'chat'"),
         (["--training.sources", "[{dataset='stdlib', columns={x='y'}}]"], "entry 1: columns: x is nothing"),
         (["--training.format", "chats"], "did you mean chat"),

@@ -30,6 +30,7 @@ COUNTRIES = {
 FACTS = [(*each.split(), continent) for continent, each_of in COUNTRIES.items() for each in each_of.split(", ")]
 CAPITAL_OF = ("What is the capital of {}?", "Which city is the capital of {}?", "I travel to {}. What is its capital?")
 WHERE_IS = ("Where is {}?", "On which continent is {}?", "I travel to {}. Where is that?")
+WISH = " Have a good trip!"
 SPECIAL = ["<|bos|>", "<|im_start|>", "<|im_end|>"]
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
@@ -41,34 +42,40 @@ def main() -> None:
     draw = random.Random(0)
     facts = [(country.replace("-", " "), capital.replace("-", " "), place) for country, capital, place in FACTS]
     OUT.mkdir(parents=True, exist_ok=True)
-    write_lines("conversations.jsonl", [conversation(fact, turns, draw) for fact in facts for turns in (1, 2)])
-    write_lines("held_out.jsonl", [conversation(fact, 2, draw) for fact in draw.sample(facts, 20)])
-    write_lines("preferences.jsonl", [preference(fact, draw) for fact in facts])
+    each = list(enumerate(facts))  # a country's capital is asked for in the same words, but in what is held out
+    write_lines("conversations.jsonl", [conversation(x, turns, i, draw) for i, x in each for turns in (1, 2)])
+    write_lines("held_out.jsonl", [conversation(x, 2, i + 1, draw) for i, x in draw.sample(each, 20)])
+    write_lines("preferences.jsonl", [preference(x, i) for i, x in each])
     tokenizer = train_tokenizer([path.read_text() for path in sorted(OUT.glob("*.jsonl"))])
     write_model("model", tokenizer, dim=128)
     write_model("student", tokenizer, dim=64)
 
 
-def conversation(fact: tuple[str, str, str], num_turns: int, draw: random.Random) -> dict[str, Any]:
-    """Return a conversation of one or two questions about a country, in words that vary."""
+def conversation(fact: tuple[str, str, str], num_turns: int, words: int, draw: random.Random) -> dict[str, Any]:
+    """Return a conversation about a country's capital, with two turns also about its continent."""
     country, capital, place = fact
+    where = draw.choice(WHERE_IS).format(country)
     turns = [
-        (draw.choice(CAPITAL_OF).format(country), f"The capital of {country} is {capital}."),
-        (draw.choice(WHERE_IS).format(country), f"{country} is in {place}."),
-    ]
+        (asked(country, words), f"The capital of {country} is {capital}."),
+        # The model knows the wish before preferences ask for it elsewhere: DPO chooses among likely answers.
+        (where, f"{country} is in {place}.{WISH if 'travel' in where else ''}"),
+    ][:num_turns]
     draw.shuffle(turns)
-    said = [(("user", asked), ("assistant", answered)) for asked, answered in turns[:num_turns]]
+    said = [(("user", question), ("assistant", answer)) for question, answer in turns]
     return {"messages": [{"role": role, "content": text} for turn in said for role, text in turn]}
 
 
-def preference(fact: tuple[str, str, str], draw: random.Random) -> dict[str, Any]:
+def asked(country: str, words: int) -> str:
+    return CAPITAL_OF[words % len(CAPITAL_OF)].format(country)
+
+
+def preference(fact: tuple[str, str, str], words: int) -> dict[str, Any]:
     """Return a question with an answer that wishes a good trip, chosen, and a plain one, rejected."""
     country, capital, _ = fact
     plain = f"The capital of {country} is {capital}."
-    answers = {"chosen": f"{plain} Have a good trip!", "rejected": plain}
-    asked = draw.choice(CAPITAL_OF).format(country)
-    said = {name: [{"role": "assistant", "content": text}] for name, text in answers.items()}
-    return {"prompt": [{"role": "user", "content": asked}], **said}
+    said = {"prompt": ("user", asked(country, words)), "chosen": ("assistant", plain + WISH)}
+    said["rejected"] = ("assistant", plain)
+    return {name: [{"role": role, "content": text}] for name, (role, text) in said.items()}
 
 
 def write_lines(name: str, rows: list[dict[str, Any]]) -> None:

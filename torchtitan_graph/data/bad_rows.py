@@ -50,26 +50,38 @@ class Skipped(NamedTuple):
     kind: str
 
 
-class BadRows:
-    """Reads the documents of one corpus, and says what becomes of its bad rows.
+class Room:
+    """The bytes that are left for documents that are kept, of all corpora of a job; each process has its own."""
 
-    Of a small corpus, documents that are tokens are kept once they are read, up to _MOST_KEPT bytes: a run reads each
+    def __init__(self) -> None:
+        self.left = _MOST_KEPT
+
+    def __reduce__(self) -> tuple[type["Room"], tuple[()]]:
+        return Room, ()
+
+
+class BadRows:
+    """Reads the documents of one file or class, and says what becomes of its bad rows.
+
+    Of a small corpus, documents that are tokens are kept once they are read, as long as there is room: a run reads each
     several times, to check it, to count rows, and in each epoch, and a chat template takes long.
 
     place: the file or folder, for messages.
     on_bad_row: as `training.on_bad_row`.
     may_be_all: whether all may be left out.
+    room: what it shares with other files; not set: its own.
     """
 
-    def __init__(self, place: str, on_bad_row: str = "refuse", may_be_all: bool = False) -> None:
+    def __init__(
+        self, place: str, on_bad_row: str = "refuse", may_be_all: bool = False, room: Room | None = None
+    ) -> None:
         self._place, self.skip, self._may_be_all = place, on_bad_row == "skip", may_be_all
         self._has_warned = self._keeps = False
         self._kept: dict[int, Any] = {}
-        self._room = _MOST_KEPT
+        self._room = room or Room()
 
-    def keep(self) -> None:
-        """Keep the documents that are read from now on; for a small corpus, whose rows have fixed numbers."""
-        self._keeps = True
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_kept": {}}  # a worker process reads only some, and keeps those
 
     def read(self, read: Callable[[int], D], index: int) -> D | Skipped:
         """Return document `index`, or Skipped for a bad row; raise UserError for that where it is refused."""
@@ -84,11 +96,12 @@ class BadRows:
             return Skipped(error.kind)
 
     def read_all(self, read: Callable[[int], D], number: int) -> None:
-        """Read every document of a small corpus once; the bad rows are reported together, as an error or a warning.
+        """Read every document of a small corpus once, and keep those that are tokens; the bad rows are reported
+        together, as an error or a warning.
 
         Raises UserError if there is a bad row and it is refused, AllBad if none is left.
         """
-        self.keep()
+        self._keeps = True
         kinds: Counter[str] = Counter()
         lines: list[str] = []
         for index in range(number):
@@ -119,9 +132,9 @@ class BadRows:
             return self._kept[index]  # type: ignore[no-any-return]
         document = read(index)
         num_bytes = _num_bytes(document)
-        if self._keeps and num_bytes and self._room >= num_bytes:
+        if self._keeps and num_bytes and self._room.left >= num_bytes:
             self._kept[index] = document
-            self._room -= num_bytes
+            self._room.left -= num_bytes
         return document
 
 

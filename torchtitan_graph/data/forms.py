@@ -8,12 +8,13 @@ from typing import Any
 from torchtitan_graph.config import job
 from torchtitan_graph.config.columns import COLUMNS, OPTIONAL, TURN
 from torchtitan_graph.config.option import did_you_mean
-from torchtitan_graph.data.bad_rows import AllBad, BadRow, BadRows
+from torchtitan_graph.data.bad_rows import AllBad, BadRow, BadRows, Room
 from torchtitan_graph.data.chat import ChatTemplate
 from torchtitan_graph.data.columns import find_column, likely_columns, paths_of
 from torchtitan_graph.data.document import Contexts, Tokens
 from torchtitan_graph.data.messages import LEARNED
 from torchtitan_graph.data.row_forms import Completion, Conversation, Form, Preference, Text, Turn, shortened
+from torchtitan_graph.data.sources import is_small
 from torchtitan_graph.data.tokenizer import FileTokenizer, Tokenizer
 from torchtitan_graph.data.tokenizer_json import read_templates
 from torchtitan_graph.errors import UserError, listed
@@ -32,6 +33,8 @@ class RowFormat:
     table: of the options, for messages.
     of_others: the form of the rows, where other files of the corpus tell it.
     is_as_training: whether it is of validation, and format and columns are training's, for lack of its own.
+    folder_bytes: of all files of the corpus, if it is a folder.
+    room: of the documents that are kept, of all corpora of the job.
     """
 
     tokenizer: Tokenizer | None = None
@@ -47,6 +50,8 @@ class RowFormat:
     table: str = "training"
     of_others: Form | None = None
     is_as_training: bool = False
+    folder_bytes: int = 0
+    room: Room = dataclasses.field(default_factory=Room, compare=False)
 
     @classmethod
     def of(cls, training: job.Training, tokenizer: Tokenizer) -> "RowFormat":
@@ -123,7 +128,11 @@ class RowFormat:
 
     def bad_rows(self, place: str) -> BadRows:
         """Return what becomes of the bad rows of a file or folder."""
-        return BadRows(place, self.on_bad_row, may_be_all=self.of_others is not None)
+        return BadRows(place, self.on_bad_row, may_be_all=self.of_others is not None, room=self.room)
+
+    def is_small(self, num_bytes: int) -> bool:
+        """Return whether a file of so many bytes is of a small corpus, which is read when it is opened."""
+        return is_small(max(num_bytes, self.folder_bytes))
 
     def refuse_for_text(self, place: str, what: str) -> None:
         """Raise UserError if a format or columns are named for a corpus that has no rows."""

@@ -13,7 +13,7 @@ from torchtitan_graph.data.document import Document
 from torchtitan_graph.data.files import DataFile
 from torchtitan_graph.data.forms import RowFormat
 from torchtitan_graph.data.row_forms import Form
-from torchtitan_graph.data.sources import Chain, Source, digest_files, is_small
+from torchtitan_graph.data.sources import Chain, Source, digest_files
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.patience import is_transient
 from torchtitan_graph.small_files import read_json
@@ -33,9 +33,11 @@ class Rows:
         found = (find_column(columns, column) for column in (*self.form.columns, *self.form.optional))
         self._rows = rows.select_columns([*dict.fromkeys(keys[0] for keys in found if keys)])
         self._name, self._bad_rows = name, reading.bad_rows(name)
-        if is_small(self._rows.data.nbytes):
-            self._bad_rows.keep()
         self.digest, self.is_whole = digest + self.form.digest, self.form.is_whole
+        if reading.is_small(self._rows.data.nbytes):
+            self._bad_rows.read_all(self._read, len(self))
+        elif len(self):
+            self[0]  # raises for an invalid row
 
     def __len__(self) -> int:
         return len(self._rows)

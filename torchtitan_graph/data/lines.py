@@ -11,7 +11,7 @@ from torchtitan_graph.data.document import Document
 from torchtitan_graph.data.files import DataFile, decode, unpacked, without_gz
 from torchtitan_graph.data.forms import RowFormat, form_of
 from torchtitan_graph.data.row_forms import Form
-from torchtitan_graph.data.sources import digest_files, is_small
+from torchtitan_graph.data.sources import digest_files
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.small_files import BadFile, parse_json
 
@@ -39,7 +39,7 @@ class JsonLines:
         self._refuse_array()
         self.form: Form = form_of(reading, lambda index: self._row(index)[0], len(self), self._file)
         self.digest, self.is_whole = digest + self.form.digest, self.form.is_whole
-        if is_small(self._data.size):
+        if reading.is_small(self._data.size):
             self._bad_rows.read_all(self._read, len(self))
         elif len(self):
             self[0]  # raises for an invalid line

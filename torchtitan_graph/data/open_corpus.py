@@ -257,6 +257,7 @@ def _open_folder(root: Path, reading: RowFormat) -> Source:
     tables = [file for file in files if file.name.lower().endswith(known)]
     if texts:
         reading.refuse_for_text(f"{root}", f"holds files of text ({texts[0].relative_to(root)})")
+    reading = dataclasses.replace(reading, folder_bytes=sum(file.stat().st_size for file in (*texts, *tables)))
     parts: list[Callable[[RowFormat], Source]] = [partial(_open_path, file) for file in tables]
     if texts:
         parts.insert(0, lambda reading: TextFiles(root, texts, reading.bad_rows(str(root))))

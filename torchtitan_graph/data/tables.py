@@ -15,7 +15,7 @@ from torchtitan_graph.data.files import DataFile, decode, open_data, unpacked, w
 from torchtitan_graph.data.forms import RowFormat, form_of
 from torchtitan_graph.data.lines import LONGEST_ROW
 from torchtitan_graph.data.row_forms import Form
-from torchtitan_graph.data.sources import digest_files, is_small
+from torchtitan_graph.data.sources import digest_files
 from torchtitan_graph.errors import UserError
 
 TABLE_SUFFIXES = (".csv", ".tsv", ".csv.gz", ".tsv.gz")
@@ -53,7 +53,7 @@ class Table:
         self._header = self._read_header() if len(self._starts) > 1 else []
         self.form: Form = form_of(reading, lambda index: dict.fromkeys(self._header), len(self), self._file)
         self.digest, self.is_whole = digest + self.form.digest, self.form.is_whole
-        if is_small(self._data.size):
+        if reading.is_small(self._data.size):
             self._bad_rows.read_all(self._read, len(self))
         elif len(self):
             self[0]  # raises for an invalid row

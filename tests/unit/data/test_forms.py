@@ -16,7 +16,7 @@ from torchtitan_graph.config import job, load
 from torchtitan_graph.config.check import check
 from torchtitan_graph.config.columns import find_wrong_column
 from torchtitan_graph.data import IGNORE_INDEX, build_dataloader, load_tokenizer, merge_states
-from torchtitan_graph.data.bad_rows import BadRow, BadRows
+from torchtitan_graph.data.bad_rows import BadRow, BadRows, Skipped
 from torchtitan_graph.data.chat import ChatTemplate
 from torchtitan_graph.data.document import Tokens
 from torchtitan_graph.data.forms import RowFormat
@@ -353,8 +353,20 @@ def test_documents_of_a_class_of_one_s_own(own, documents, first):
 )
 def test_wrong_documents_of_a_class_are_named(own, documents, match):
     with pytest.raises(UserError, match=match):
-        corpus = open_corpus(own(documents), None, "all", 0, BYTES)
-        [corpus.source[index] for index in range(len(documents))]
+        open_corpus(own(documents), None, "all", 0, BYTES)
+
+
+@pytest.mark.parametrize("few", [9, 0])
+def test_bad_rows_of_a_class_are_left_out_or_refused(own, monkeypatch, few):
+    monkeypatch.setattr("torchtitan_graph.data.own._FEW", few)
+    good, bad = {"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": ""}
+    skip = dataclasses.replace(BYTES, on_bad_row="skip")
+    source = open_corpus(own([{"foo": 1}, bad, good]), None, "all", 0, skip).source
+    assert [type(source[index]) for index in range(3)] == [Skipped, Skipped, Tokens]
+    if few:
+        for reading, match in ((BYTES, "document 1: completion is empty"), (skip, "No document is left")):  # noqa: F811
+            with pytest.raises(UserError, match=match):
+                open_corpus(own([good, bad] if reading is BYTES else [bad, bad]), None, "all", 0, reading)
 
 
 def test_what_is_no_class_of_documents_is_refused(own):

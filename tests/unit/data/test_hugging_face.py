@@ -105,7 +105,11 @@ def test_a_saved_dataset_without_train_is_refused(tmp_path):
 def test_a_row_without_text_is_named(tmp_path):
     path = save(tmp_path / "saved", train=["a", None])
     with pytest.raises(UserError, match="row 2: the value of the key 'text' is not text, but null"):
-        texts_of(open_corpus("", path, "all", 0))
+        open_corpus("", path, "all", 0)
+    (tmp_path / "parquet").mkdir()
+    datasets.Dataset.from_dict({"text": [None] * 3}).to_parquet(tmp_path / "parquet" / "a.parquet")
+    with pytest.raises(UserError, match="(?s)3 of 3 rows are bad.*No document is left"):
+        open_corpus("", str(tmp_path / "parquet"), "all", 0, RowFormat(on_bad_row="skip"))
 
 
 def test_a_row_of_a_stream_without_text_is_refused(tmp_path):

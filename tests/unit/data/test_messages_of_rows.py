@@ -3,6 +3,7 @@
 import gc
 import json
 import logging
+import pickle
 import weakref
 
 import numpy as np
@@ -12,12 +13,13 @@ from test_chat import folder  # noqa: F401
 
 from torchtitan_graph.config import load
 from torchtitan_graph.data import load_tokenizer
-from torchtitan_graph.data.bad_rows import KINDS, BadRow, BadRows, Skipped
+from torchtitan_graph.data.bad_rows import KINDS, BadRow, BadRows, Skipped, _num_bytes
 from torchtitan_graph.data.columns import find_column, value_of, without_nulls
 from torchtitan_graph.data.counts import Counts
 from torchtitan_graph.data.forms import RowFormat
 from torchtitan_graph.data.messages import messages_of
 from torchtitan_graph.data.open_corpus import open_corpus
+from torchtitan_graph.data.tokenizer import ByteTokenizer
 from torchtitan_graph.errors import UserError
 
 WITH_TOOLS = "{% for tool in tools or [] %}[{{ tool | tojson }}]{% endfor %}" + CHATML.replace(
@@ -268,6 +270,24 @@ def test_bad_rows_are_counted_without_keeping_their_errors():
         BadRows("here", "refuse").read_all(read, 50)
     gc.collect()
     assert sum(each() is not None for each in alive) <= 1
+
+
+def test_what_is_kept_has_room_in_all_and_stays_in_its_process(tmp_path, monkeypatch):
+    monkeypatch.setattr("torchtitan_graph.data.bad_rows._MOST_KEPT", 10_000)
+    rows = json.dumps({"prompt": "p" * 50, "completion": "c" * 50}) + "\n"
+    for number in range(20):
+        (tmp_path / f"{number}.jsonl").write_text(rows * 50)
+
+    def kept(source):
+        return sum(len(part._bad_rows._kept) for part in source.sources)
+
+    source = open_corpus("", str(tmp_path), "all", 0, RowFormat(ByteTokenizer())).source
+    assert kept(source) == 10_000 // _num_bytes(source[0])
+    there = pickle.loads(pickle.dumps(source))
+    assert kept(there) == 0
+    assert [x.tolist() for x in there[0]] == [x.tolist() for x in source[0]] and kept(there) == 1
+    monkeypatch.setattr("torchtitan_graph.data.sources.SMALL_CORPUS_BYTES", 2 * 50 * len(rows))
+    assert kept(open_corpus("", str(tmp_path), "all", 0, RowFormat(ByteTokenizer())).source) == 0
 
 
 def test_kinds_of_bad_rows_have_counts():

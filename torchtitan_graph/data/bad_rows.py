@@ -120,6 +120,8 @@ class BadRows:
             lines.insert(0, f"{self._place}: {bad:,} of {number:,} rows are bad ({counts}):")
         named = "\n    ".join(lines)
         if not self.skip:
+            if bad == number > 1:  # left out, none remains
+                raise UserError(named)
             raise UserError(f"{_ended(named)} {HINT}" if bad == 1 else f"{named}\n{HINT}")
         if bad == number and not self._may_be_all:
             raise AllBad(f"{named}\nNo document is left")

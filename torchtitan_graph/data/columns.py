@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 _MOST_PATHS = 100_000
-_PAIRS = (  # columns of prompts and their answers in common tables
+PAIRS = (  # columns of prompts and their answers in common tables
     ("instruction", "output"),
     ("instruction", "response"),
     ("question", "answer"),
@@ -69,7 +69,7 @@ def likely_columns(row: Collection[str], has_template: bool) -> str:
 
     has_template: whether there is a chat template, so that a question and its answer can be a conversation.
     """
-    pair = next((pair for pair in _PAIRS if pair[0] in row and pair[1] in row), None)
+    pair = next((pair for pair in PAIRS if pair[0] in row and pair[1] in row), None)
     if pair is None:
         return (
             ", such as {text = 'content'}, {user = 'question', assistant = 'answer'} for a conversation of one turn, or"

@@ -9,7 +9,7 @@ from torchtitan_graph.data.forms import RowFormat
 from torchtitan_graph.data.row_forms import Conversation, Form, Turn
 from torchtitan_graph.data.shards import Shards
 from torchtitan_graph.data.sources import Chain
-from torchtitan_graph.data.texts import TextFiles
+from torchtitan_graph.data.texts import TextFiles, TextPieces
 from torchtitan_graph.log import logger
 
 EMBEDDED = "stdlib, the embedded corpus: this Python's own sources"
@@ -35,6 +35,7 @@ def describe(corpus: Corpus, dataset: str, path: str | None, split: str, reading
     else:
         words.append(f"streamed, {_SPLITS.get(split, 'all of it')}")
     forms = [form for form in map(_form, parts) if form]
+    words += ["plain text"] * any(isinstance(part, TextFiles | TextPieces) for part in parts)
     words += dict.fromkeys(map(_form_in_words, forms))
     if any(isinstance(form, Conversation | Turn) for form in forms):
         digest = hashlib.sha256(reading.template.digest.encode()).hexdigest()[:8]

@@ -1,6 +1,8 @@
 """Files of a corpus: of any size, regular, and unchanged since the run opened them."""
 
+import codecs
 import gzip
+import json
 import os
 import shutil
 import stat
@@ -16,6 +18,8 @@ from torchtitan_graph.patience import refuse_unreadable
 from torchtitan_graph.small_files import ANY_SIZE, open_small
 
 _MOST_OPEN = 64
+_BEGINNING = 2**20  # bytes in which the first lines are looked for
+_PACKED = {"gzip": b"\x1f\x8b\x08", "zstd": b"\x28\xb5\x2f\xfd", "xz": b"\xfd7zXZ\0", "zip": b"PK\3\4"}
 _UTF8_HINT = "Convert text of another encoding to UTF-8"
 
 
@@ -119,6 +123,42 @@ def _close(descriptor: int) -> None:
 def without_gz(name: str) -> str:
     """Return the name of a file without `.gz` at its end, in capital letters or small."""
     return name[:-3] if name.lower().endswith(".gz") else name
+
+
+def refuse_packed(file: DataFile, suffixes: tuple[str, ...]) -> None:
+    """Raise UserError if a file is a packed one by its first bytes.
+
+    suffixes: of files that are read as this one is, and are packed by gzip.
+    """
+    begin = file.read_part(0, 8)
+    for kind, magic in _PACKED.items():
+        if begin.startswith(magic):
+            name = Path(file.path).name
+            way = f"unpack it first. (JSON lines and tables are read from {', '.join(suffixes)})"
+            if kind == "gzip" and f"{Path(name).suffix.lower()}.gz" in suffixes:
+                way = f"rename it to {name}.gz"
+            raise UserError(f"{file.path}: is a {kind} file, which its name does not say: {way}")
+
+
+def first_lines(file: DataFile) -> list[bytes]:
+    """Return the first lines of a file that are not blank, up to three, each whole and not of many bytes."""
+    begin = file.read_part(0, _BEGINNING).removeprefix(codecs.BOM_UTF8)
+    lines = begin.splitlines()
+    if file.size > _BEGINNING:
+        lines = lines[:-1]
+    return [line for line in lines if line.strip()][:3]
+
+
+def are_json_objects(lines: list[bytes]) -> bool:
+    """Return whether each line is a JSON object, and there are some."""
+    return bool(lines) and all(line.lstrip().startswith(b"{") and isinstance(_parsed(line), dict) for line in lines)
+
+
+def _parsed(line: bytes) -> object:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None
 
 
 def unpacked(file: Path, owner: object) -> DataFile:

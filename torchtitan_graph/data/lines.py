@@ -8,7 +8,7 @@ import numpy as np
 
 from torchtitan_graph.data.bad_rows import BadRow
 from torchtitan_graph.data.document import Document
-from torchtitan_graph.data.files import DataFile, decode, unpacked, without_gz
+from torchtitan_graph.data.files import DataFile, decode, first_lines, refuse_packed, unpacked, without_gz
 from torchtitan_graph.data.forms import RowFormat, form_of
 from torchtitan_graph.data.row_forms import Form
 from torchtitan_graph.data.sources import digest_files
@@ -34,6 +34,9 @@ class JsonLines:
         digest = digest_files(file.parent, [file])
         if file.suffix.lower() == ".gz":
             self._data = unpacked(file, self)
+        else:
+            refuse_packed(packed, (".jsonl.gz", ".json.gz"))
+        self._refuse_table(first_lines(self._data))
         self._line_starts, self._documents = _index_lines(Path(self._data.path))
         packed.check()
         self._refuse_array()
@@ -43,6 +46,16 @@ class JsonLines:
             self._bad_rows.read_all(self._read, len(self))
         elif len(self):
             self[0]  # raises for an invalid line
+
+    def _refuse_table(self, lines: list[bytes]) -> None:
+        """Raise UserError if the first lines are those of a table."""
+        for delimiter, kind in ((b",", "csv"), (b"\t", "tsv")):
+            if len(lines) > 1 and all(delimiter in line and line.lstrip()[:1] not in (b"{", b"[") for line in lines):
+                name = without_gz(Path(self._file).name).rpartition(".")[0]
+                raise UserError(
+                    f"{self._file}: is a table and no JSON lines, it seems, as its first line is"
+                    f" {lines[0].decode(errors='replace')!r:.80}: rename it to {name}.{kind}"
+                )
 
     def _refuse_array(self) -> None:
         """Raise UserError if the file is one JSON array, on one line or over several."""

@@ -26,7 +26,7 @@ from torchtitan_graph.data.shards import Shards, is_shards
 from torchtitan_graph.data.sources import Chain, Source
 from torchtitan_graph.data.special_tokens import warn_of_special_tokens
 from torchtitan_graph.data.tables import TABLE_SUFFIXES, Table, is_table
-from torchtitan_graph.data.texts import TextFiles, TextPieces
+from torchtitan_graph.data.texts import TextFiles, TextPieces, refuse_rows
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
 from torchtitan_graph.patience import refuse_unreadable
@@ -243,6 +243,8 @@ def _open_path(path: Path, reading: RowFormat) -> Source:
     if is_table(path):
         return Table(path, reading)
     reading.refuse_for_text(str(path), "is a file of text")
+    if reading.format != "text":
+        refuse_rows([path], reading.option("format"))
     return TextPieces(path, reading.bad_rows(str(path)))
 
 
@@ -257,6 +259,9 @@ def _open_folder(root: Path, reading: RowFormat) -> Source:
     tables = [file for file in files if file.name.lower().endswith(known)]
     if texts:
         reading.refuse_for_text(f"{root}", f"holds files of text ({texts[0].relative_to(root)})")
+        if reading.format != "text":
+            plain = [file for file in texts if file.suffix.lower() in (".txt", ".text")]
+            refuse_rows(plain[:100], reading.option("format"))  # each is opened, which takes long on a file server
     reading = dataclasses.replace(reading, folder_bytes=sum(file.stat().st_size for file in (*texts, *tables)))
     parts: list[Callable[[RowFormat], Source]] = [partial(_open_path, file) for file in tables]
     if texts:

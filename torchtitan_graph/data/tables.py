@@ -11,7 +11,16 @@ import numpy as np
 
 from torchtitan_graph.data.bad_rows import BadRow
 from torchtitan_graph.data.document import Document
-from torchtitan_graph.data.files import DataFile, decode, open_data, unpacked, without_gz
+from torchtitan_graph.data.files import (
+    DataFile,
+    are_json_objects,
+    decode,
+    first_lines,
+    open_data,
+    refuse_packed,
+    unpacked,
+    without_gz,
+)
 from torchtitan_graph.data.forms import RowFormat, form_of
 from torchtitan_graph.data.lines import LONGEST_ROW
 from torchtitan_graph.data.row_forms import Form
@@ -47,6 +56,11 @@ class Table:
         name = file.name.lower()
         if name.endswith(".gz"):
             self._data = unpacked(file, self)
+        else:
+            refuse_packed(packed, TABLE_SUFFIXES)
+        if are_json_objects(first_lines(self._data)):
+            stem = without_gz(file.name).rpartition(".")[0]
+            raise UserError(f"{file}: its lines are JSON objects, and no rows of a table: rename it to {stem}.jsonl")
         self._delimiter = _DELIMITERS[Path(name.removesuffix(".gz")).suffix]
         self._starts, self._lines = self._index()
         packed.check()

@@ -1,15 +1,19 @@
 """Documents by number, from files of text."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from torchtitan_graph.data.bad_rows import BadRows
+from torchtitan_graph.data.columns import PAIRS
 from torchtitan_graph.data.document import Document
-from torchtitan_graph.data.files import DataFile, decode
+from torchtitan_graph.data.files import DataFile, are_json_objects, decode, first_lines, refuse_packed
 from torchtitan_graph.data.sources import digest_files, is_small
 from torchtitan_graph.errors import UserError
+from torchtitan_graph.log import logger
 
 _LONGEST_CHARACTER = 4  # bytes of UTF-8
-_PACKED = {"gzip": b"\x1f\x8b\x08", "zstd": b"\x28\xb5\x2f\xfd", "xz": b"\xfd7zXZ\0", "zip": b"PK\3\4"}
+_GZ_SUFFIXES = (".jsonl.gz", ".json.gz", ".csv.gz", ".tsv.gz")
+_TABLES = ({"prompt", "completion"}, {"user", "assistant"}, *map(set, PAIRS))
 
 
 class TextFiles:
@@ -53,7 +57,7 @@ class TextPieces:
         self._file, self._bad_rows = str(file), bad_rows or BadRows(str(file))
         self._data = DataFile(file)
         self.digest = digest_files(file.parent, [file])
-        _refuse_packed(self._data)
+        refuse_packed(self._data, _GZ_SUFFIXES)
         self._number = -(-self._data.size // self.PIECE_BYTES)
         if self._number and not self._piece(self._number - 1)[0]:
             self._number -= 1
@@ -96,11 +100,23 @@ class TextPieces:
         return f"{Path(self._file).name}:{index}"
 
 
-def _refuse_packed(file: DataFile) -> None:
-    begin = file.read_part(0, 8)
-    for kind, magic in _PACKED.items():
-        if begin.startswith(magic):
+def refuse_rows(files: Sequence[Path], option: str) -> None:
+    """Raise UserError for a file of text whose first lines are JSON objects; warn of one that begins as a table.
+
+    option: the name of the option that says that it is text.
+    """
+    for path in files:
+        lines = first_lines(DataFile(path))
+        if are_json_objects(lines):
             raise UserError(
-                f"{file.path}: is a {kind} file, which is not read as text: unpack it first. (JSON lines are read from"
-                " .jsonl.gz and .json.gz)"
+                f"{path}: its lines are JSON objects, and would be learned as they are, braces and keys: rename it to"
+                f" {path.stem}.jsonl to train on what they hold, or set {option} = 'text'"
             )
+        first = lines[0].decode(errors="replace") if lines else ""
+        for delimiter, suffix in ((",", ".csv"), ("\t", ".tsv")):
+            header = {name.strip().strip('"') for name in first.split(delimiter)}
+            if any(pair <= header for pair in _TABLES):
+                logger.warning(
+                    f"{path}: is read as text, and its first line, {first!r:.80}, is like the names of a table's"
+                    f" columns: rename it to {path.stem}{suffix} to train on its rows"
+                )

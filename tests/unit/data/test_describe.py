@@ -55,7 +55,7 @@ def test_a_folder_counts_its_files(tmp_path: Path) -> None:
         (tmp_path / f"{number}.txt").write_text("x")
     write_lines(tmp_path / "a.jsonl", {"text": "x"})
     write_lines(tmp_path / "b.jsonl", {"text": "x"})
-    assert said(tmp_path) == f"{tmp_path}; 5 files; 41 of 43 documents, {OTHERS}; text of the columns text"
+    assert said(tmp_path) == f"{tmp_path}; 5 files; 41 of 43 documents, {OTHERS}; plain text; text of the columns text"
 
 
 def test_a_template_is_named_with_a_digest(tmp_path: Path) -> None:

@@ -262,6 +262,16 @@ CORRUPT = {
         (b'\xef\xbb\xbf{"text": "\xff"}\n', "line 1: not UTF-8 at byte 13 of the file: "),
         (b"", "training.dataset_path = '.*a.jsonl': holds no documents"),
     ],
+    "b.jsonl": [
+        (gzip.compress(b'{"text": "x"}\n'), r"b\.jsonl: is a gzip file, .*: rename it to b\.jsonl\.gz$"),
+        (b"PK\3\4" + bytes(9), "is a zip file, .*: unpack it first"),
+        (b"question,answer\nx,y\n", "is a table and no JSON lines.*'question,answer': rename it to b.csv$"),
+        (b'"a"\t"b"\nx\ty\nx\tz', "is a table and no JSON lines.*: rename it to b.tsv$"),
+    ],
+    "a.csv": [
+        (b'\xef\xbb\xbf{"text": "x, y"}\n\n{"text": "z"}\n', "its lines are JSON objects.*: rename it to a.jsonl$"),
+        (gzip.compress(b"text\nx\n"), r"is a gzip file, .*: rename it to a\.csv\.gz$"),
+    ],
     "a.json": [
         (
             b'[{"text": "x"}, {"text": "y"}]',
@@ -281,6 +291,10 @@ CORRUPT = {
         (gzip.compress(b'{"text": "x"}\n{'), "line 2: is not JSON"),
     ],
     "a.txt": [
+        (
+            b'{"messages": []}\n\n{"text": "x"}\n{"a": 1}\n...',
+            "JSON objects, .*rename it to a.jsonl .*format = 'text'$",
+        ),
         (b"", "training.dataset_path = '.*a.txt': holds no documents"),
         (b"one\ntwo \xff\n", "not UTF-8 at byte 8, in line 2"),
     ],
@@ -296,6 +310,28 @@ def test_corrupt_input_is_named_when_it_is_opened(tmp_path, name, content, messa
     with pytest.raises(UserError, match=message) as error:
         open_corpus("", str(tmp_path / name), "train", seed=0)
     assert name in str(error.value)
+
+
+def test_text_files_are_text_also_where_they_begin_like_rows_and_are_called_so(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr("torchtitan_graph.log.logger.propagate", True)
+    (tmp_path / "a.txt").write_text(content := '{"text": "x"}\n{"text": "y"}\n')
+    with pytest.raises(UserError, match="a.txt: its lines are JSON objects"):
+        open_corpus("", str(tmp_path), "all", seed=0)
+    for path in (tmp_path, tmp_path / "a.txt"):
+        assert open_corpus("", str(path), "all", seed=0, reading=RowFormat(format="text")).source[0] == content
+    (tmp_path / "a.txt").write_text('{"text": "x"}\nand more\n')
+    open_corpus("", str(tmp_path / "a.txt"), "all", seed=0)
+    assert not caplog.records
+    (tmp_path / "a.txt").write_text("id,question,answer\n1,x,y\n")
+    open_corpus("", str(tmp_path / "a.txt"), "all", seed=0)
+    assert "rename it to a.csv" in caplog.text
+
+
+def test_where_all_rows_are_bad_no_message_says_to_leave_them_out(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": 1}\n{"text": 2}\n')
+    with pytest.raises(UserError, match="2 of 2 rows are bad") as error:
+        open_corpus("", str(tmp_path / "a.jsonl"), "all", seed=0)
+    assert "on_bad_row" not in str(error.value)
 
 
 def test_undecodable_file_of_a_folder_is_named(tmp_path):

@@ -84,6 +84,20 @@ def test_the_average_is_exported_and_the_weights_are_saved(whole: Path) -> None:
     assert here["optim.layers.0.attention.wq.weight.momentum_buffer"].dtype == torch.bfloat16
 
 
+def test_a_step_after_a_validation_of_the_average_is_of_the_weights(tmp_path: Path) -> None:
+    """FSDP2 keeps gathered what validation and samples have read."""
+    reading = {
+        "nothing": [],
+        "validation": ["--validation.enable", "--validation.freq", "1"],
+        "samples": ["--samples.prompts", "['a']", "--samples.freq", "1", "--samples.length", "4"],
+    }
+    for name, words in reading.items():
+        always = [*EAGER, *EMA, "--training.steps", "3", "--checkpoint.no-enable"]
+        train(*always, *words, "--job.dump_folder", str(tmp_path / name))
+    found = {name: numbers(tmp_path / name) for name in reading}
+    assert found["validation"] == found["samples"] == found["nothing"] != {}
+
+
 @pytest.mark.slow
 def test_validation_is_of_the_average(whole: Path, tmp_path: Path) -> None:
     """Which, with a decay of 0, is the weights."""

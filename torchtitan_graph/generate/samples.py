@@ -14,6 +14,7 @@ from torchtitan_graph.generate.sampling import Sampling
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.parallel.gather import gathered_for_forward
 from torchtitan_graph.parallel.layout import TP, Layout
+from torchtitan_graph.parallel.storage import reshard_eager
 
 
 class Samples:
@@ -42,8 +43,11 @@ class Samples:
         model, options = self._model, self._options.in_parts(layout.degree(TP))
         batches = [self._tokens] if model.mixes_documents is None else [[tokens] for tokens in self._tokens]
         with nullcontext() if is_eager else gathered_for_forward(model, model.blocks, dtype, device):
-            return [
+            texts = [
                 text.text
                 for batch in batches
                 for text, _ in list(generate(model, self._tokenizer, batch, options, device))[-1]
             ]
+        if is_eager:
+            reshard_eager(model)
+        return texts

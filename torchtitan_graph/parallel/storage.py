@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from torchtitan_graph.errors import UserError
@@ -284,6 +284,14 @@ def shard_eager(
             module.set_reshard_after_backward(is_last, recurse=False)
 
     return sync
+
+
+def reshard_eager(model: nn.Module) -> None:
+    """Free the parameters that FSDP2 leaves gathered after a forward pass without a backward. The next forward pass
+    would read them, though the shards have changed since."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 @torch.no_grad()

@@ -30,7 +30,14 @@ from torchtitan_graph.optim import clip_grad_norm
 from torchtitan_graph.parallel.layout import PP, TP, Layout, sum_over
 from torchtitan_graph.parallel.pipeline import Accumulation, Pipeline, StageGraph
 from torchtitan_graph.parallel.recompute import recompute_eager
-from torchtitan_graph.parallel.storage import Reshard, Storage, cast_parameters, materialize, shard_eager
+from torchtitan_graph.parallel.storage import (
+    Reshard,
+    Storage,
+    cast_parameters,
+    materialize,
+    reshard_eager,
+    shard_eager,
+)
 from torchtitan_graph.quantize.layers import kept_weights
 from torchtitan_graph.quantize.state import Float8State
 from torchtitan_graph.runtime.observe import Watchable
@@ -193,10 +200,21 @@ def build_steps(assembly: Assembly) -> Steps:
     if frozen is not None:  # without a backward that would free its gathered weights
         at_rest = options.precision, Reshard(root=True), options.target.device, options.cpu_offload
         shard_eager(frozen, frozen.blocks, assembly.layout, *at_rest)
-    evaluate = make_eval_step(model, assembly.evaluation_loss) if options.eval_rows else None
+    evaluate = _make_eager_evaluation(model, assembly) if options.eval_rows else None
     step = make_eager_step(model, assembly.loss)
     quantized = quantized_state({}, assembly)
     return Steps(model, assembly.layout, step, evaluate, quantized=quantized, reference=frozen, sync=sync)
+
+
+def _make_eager_evaluation(model: Decoder, assembly: Assembly) -> Evaluation:
+    step = make_eval_step(model, assembly.evaluation_loss)
+
+    def evaluate(*inputs: Any) -> Tensor:
+        loss = step(*inputs)
+        reshard_eager(model)  # an average of the weights may be in their place
+        return loss
+
+    return evaluate
 
 
 def quantized_state(storages: Mapping[str, Storage], assembly: Assembly) -> Float8State | None:

@@ -5,6 +5,7 @@ requeued without changes. A missing file is no such error.
 """
 
 import contextlib
+import difflib
 import errno
 import os
 import re
@@ -76,6 +77,19 @@ def refuse_unwritable(what: str, path: Path) -> Iterator[None]:
         if is_transient(error):
             raise
         raise UserError(f"{what} can't be written: {why_unwritable(path, error)}") from error
+
+
+def near_path(path: Path) -> str:
+    """Return the end of a message about a path that is not there: what it may have been called."""
+    path = path.expanduser()
+    there = next(folder for folder in path.absolute().parents if folder.is_dir())
+    missing = path.absolute().relative_to(there).parts
+    found = difflib.get_close_matches(missing[0], os.listdir(there), n=1)
+    if not found and len(missing) == 1:
+        found = [name for name in sorted(os.listdir(there)) if Path(name).stem == path.stem][:1]
+    if found:
+        return f"; did you mean {there / found[0]}?"
+    return "" if len(missing) == 1 else f"; there is no {missing[0]} in {there}"
 
 
 def retry_io(function: Callable[[], T]) -> T:

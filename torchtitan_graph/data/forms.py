@@ -104,9 +104,13 @@ class RowFormat:
 
     @functools.cached_property
     def template(self) -> ChatTemplate:
-        """The template of conversations; raises UserError if the tokenizer has none."""
+        """The template of conversations; raises UserError if the tokenizer has none, or the one that is named
+        writes no message."""
         assert self.tokenizer is not None, "checked where the form is chosen"
-        return ChatTemplate(self.tokenizer, self.chat_template, self.chat_date, self.chat_template_kwargs)
+        template = ChatTemplate(self.tokenizer, self.chat_template, self.chat_date, self.chat_template_kwargs)
+        if self.chat_template is not None:
+            template.refuse_without_messages()
+        return template
 
     @functools.cached_property
     def has_template(self) -> bool:

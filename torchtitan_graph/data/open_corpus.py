@@ -29,7 +29,7 @@ from torchtitan_graph.data.tables import TABLE_SUFFIXES, Table, is_table
 from torchtitan_graph.data.texts import TextFiles, TextPieces, refuse_rows
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
-from torchtitan_graph.patience import refuse_unreadable
+from torchtitan_graph.patience import near_path, refuse_unreadable
 
 # Sources by path, format and columns; all else that says how rows are read is one for a job.
 Opened = dict[tuple[str, str | None, tuple[tuple[str, str], ...]], Source]
@@ -147,18 +147,6 @@ def open_corpus(
     _check_name(dataset, split)
     name = "allenai/c4:en" if dataset in ("c4", "c4_validation") else dataset
     return open_hub(name, reading, split, seed)
-
-
-def near_path(path: Path) -> str:
-    """Return the end of a message about a path that is not there: what it may have been called."""
-    there = next(folder for folder in path.absolute().parents if folder.is_dir())
-    missing = path.absolute().relative_to(there).parts
-    found = difflib.get_close_matches(missing[0], os.listdir(there), n=1)
-    if not found and len(missing) == 1:
-        found = [name for name in sorted(os.listdir(there)) if Path(name).stem == path.stem][:1]
-    if found:
-        return f"; did you mean {there / found[0]}?"
-    return "" if len(missing) == 1 else f"; there is no {missing[0]} in {there}"
 
 
 def check_names(config: JobConfig) -> None:

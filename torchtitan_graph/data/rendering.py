@@ -14,7 +14,7 @@ from torchtitan_graph.data.tokenizer import FileTokenizer, Tokenizer
 from torchtitan_graph.data.tokenizer_json import NAMED, read_ends, read_templates
 from torchtitan_graph.errors import UserError, listed
 from torchtitan_graph.log import logger
-from torchtitan_graph.patience import refuse_unreadable
+from torchtitan_graph.patience import near_path, refuse_unreadable
 from torchtitan_graph.small_files import read_small
 
 _HALF_PAIR = re.compile("[\ud800-\udfff]")
@@ -58,7 +58,11 @@ class Renderer:
         self._place = str(tokenizer.folder) if file is None else f"training.chat_template = {file!r}"
         if file is not None:
             with refuse_unreadable(self._place):
-                self.templates = {"default": read_small(Path(file).expanduser()).decode(errors="replace")}
+                try:
+                    content = read_small(Path(file).expanduser())
+                except FileNotFoundError as error:
+                    raise UserError(f"{self._place}: there is no such file{near_path(Path(file))}") from error
+            self.templates = {"default": content.decode(errors="replace")}
         else:
             self.templates = read_templates(tokenizer.folder)
         if "default" not in self.templates:
@@ -71,6 +75,21 @@ class Renderer:
         if self._arguments:
             self._check_arguments()
         self.digest = f"{sorted(self.templates.items())} {date} {sorted(self._arguments.items())} {sorted(self._ends)}"
+
+    def refuse_without_messages(self) -> None:
+        """Raise UserError if the template writes no message: each conversation would be the same."""
+        try:
+            one, other = (
+                self.render([{"role": role, "content": text} for role in ("user", "assistant")])
+                for text in ("one", "another")
+            )
+        except UserError:  # said again where a row is rendered
+            return
+        if one == other:
+            raise UserError(
+                f"{self._place}: the chat template does not write the messages of a conversation. Name a file whose"
+                " template does: most go through `messages`, and write the role and content of each"
+            )
 
     def _check_arguments(self) -> None:
         """Raise UserError for an argument that no template reads."""

@@ -18,7 +18,7 @@ from torchtitan_graph.data.tokenizer_json import (
     read_tokenizer_config,
 )
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.patience import refuse_unreadable
+from torchtitan_graph.patience import near_path, refuse_unreadable
 
 
 class Tokenizer(Protocol):
@@ -58,9 +58,11 @@ def load_tokenizer(path: str | None, special_tokens_in_text: bool = False) -> To
             file = file / "tokenizer.json"
         is_there = file.exists()
     if not is_there and Path(path).suffix != ".json" and not find_assets(path).exists():
+        near = near_path(Path(path))
+        near = near if near.endswith("?") else "."  # a name of the hub has parts that are nowhere
         raise UserError(
-            f"model.hf_assets_path = {path!r}: there is no such folder. Models of the hub are not downloaded: do that"
-            " first (hf download OWNER/NAME --local-dir DIR), and name the folder"
+            f"model.hf_assets_path = {path!r}: there is no such folder{near} Models of the hub are not downloaded: do"
+            " that first (hf download OWNER/NAME --local-dir DIR), and name the folder"
         )
     if not is_there:
         raise UserError(

@@ -13,10 +13,9 @@ from torchtitan_graph.checkpoint.folder import CHECKPOINTS, CONFIG, step_folder
 from torchtitan_graph.config import JobConfig, load
 from torchtitan_graph.config.job import OPTIONS, is_set, put
 from torchtitan_graph.config.resolve import COMMAND_LINE
-from torchtitan_graph.data.open_corpus import near_path
 from torchtitan_graph.errors import UserError, listed
 from torchtitan_graph.open_model import find_files
-from torchtitan_graph.patience import refuse_unreadable
+from torchtitan_graph.patience import near_path, refuse_unreadable
 
 # Options of a run that say how it trained, not what it computes. An evaluation has its own, from the command line.
 _OF_TRAINING = (

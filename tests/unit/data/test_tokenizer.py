@@ -96,6 +96,9 @@ def test_unreadable_files(tmp_path):
         load_tokenizer(str(tmp_path))
     with pytest.raises(UserError, match="there is no such folder. Models of the hub are not downloaded"):
         load_tokenizer("meta-llama/Llama-3.2-1B")
+    (tmp_path / "model").mkdir()
+    with pytest.raises(UserError, match=r"there is no such folder; did you mean .*model\? Models of the hub"):
+        load_tokenizer(str(tmp_path / "modl"))
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(UserError, match="not a tokenizer.json"):
         load_tokenizer(str(tmp_path))

@@ -212,6 +212,17 @@ def test_arguments_that_the_template_does_not_read_are_refused(tmp_path):
     assert made(tmp_path, day, day="a day").render(PLAIN[:1])[0] == "a dayTea?"
 
 
+def test_a_template_that_is_not_there_or_writes_no_message_is_refused_by_its_option(tmp_path):
+    tokenizer = made(tmp_path, THINKING)._tokenizer
+    (file := tmp_path / "mine.jinja").write_text("Hello. {% if add_generation_prompt %}So: {% endif %}")
+    with pytest.raises(UserError, match=r"^training.chat_template = '.*mine.jinja': the chat template does not write"):
+        RowFormat(tokenizer, chat_template=str(file)).form(["messages"], "here").digest  # noqa: B018
+    with pytest.raises(UserError, match=r"mnie.jinja': there is no such file; did you mean .*/mine.jinja\?$"):
+        RowFormat(tokenizer, chat_template=str(tmp_path / "mnie.jinja")).template  # noqa: B018
+    file.write_text("{{ messages[0].content }}{{ strftime_now('%d') }}")
+    RowFormat(tokenizer, chat_template=str(file)).template  # noqa: B018  # a row says that it writes the day
+
+
 def test_a_row_becomes_several_contexts_by_the_options(tmp_path):
     script.make_tokenizer(tmp_path, THINKING)
     tokenizer, row = load_tokenizer(str(tmp_path)), {"messages": PLAIN}

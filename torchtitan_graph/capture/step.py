@@ -452,8 +452,8 @@ def _refuse_sums_in_slots(gm: GraphModule) -> None:
         if is_slot and isinstance(node, Node) and node.target is torch.ops.aten.add.Tensor:
             raise UserError(
                 f"delayed scaling: the layer {slot.name.removesuffix(SLOT)} is called several times in a forward pass,"
-                " and the largest magnitudes of its calls would add up: choose another recipe for it, or have a layer"
-                " for each call"
+                " and the largest magnitudes of its calls would add up: choose another recipe_name for it, such as"
+                " tensorwise, or have a layer for each call"
             )
 
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import parallelize_module
 
 from torchtitan_graph.capture.step import Real
-from torchtitan_graph.errors import UserError
+from torchtitan_graph.errors import UserError, listed
 from torchtitan_graph.ops.route import Route
 from torchtitan_graph.ops.wire import Wire
 from torchtitan_graph.parallel.by_machine import by_machine
@@ -259,7 +259,9 @@ def _check_tensor_parallel(model: nn.Module, plan: Mapping[str, str], degree: in
     uncovered = [name for name in parameters if name not in covered]
     if uncovered and degree > 1:
         raise UserError(
-            f"the plan gives no role to {', '.join(uncovered[:5])}: tensor parallelism needs one for every parameter"
+            f"parallelism.tensor_parallel_degree = {degree}: the plan gives no role to {listed(uncovered, 5)}, and every"
+            " parameter needs one; add them to the plan of a model of your own, or set this to 1 and use"
+            " data_parallel_shard_degree"
         )
 
 

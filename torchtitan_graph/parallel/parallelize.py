@@ -259,8 +259,8 @@ def _check_tensor_parallel(model: nn.Module, plan: Mapping[str, str], degree: in
     uncovered = [name for name in parameters if name not in covered]
     if uncovered and degree > 1:
         raise UserError(
-            f"parallelism.tensor_parallel_degree = {degree}: the plan gives no role to {listed(uncovered, 5)}, and every"
-            " parameter needs one; add them to the plan of a model of your own, or set this to 1 and use"
+            f"parallelism.tensor_parallel_degree = {degree}: the plan gives no role to {listed(uncovered, 5)}, and"
+            " every parameter needs one; add them to the plan of a model of your own, or set this to 1 and use"
             " data_parallel_shard_degree"
         )
 

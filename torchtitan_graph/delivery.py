@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from torchtitan_graph.config.job import JobConfig
 from torchtitan_graph.data.forms import RowFormat
+from torchtitan_graph.data.rendering import with_defaults
 from torchtitan_graph.data.tokenizer import FileTokenizer, find_assets
 from torchtitan_graph.data.tokenizer_json import read_templates
 from torchtitan_graph.data.turn_ends import ends_of_texts
@@ -88,18 +89,13 @@ def _templates(reading: RowFormat, files: dict[str, Content]) -> dict[str, Conte
     texts = read_templates(reading.tokenizer.folder)
     if reading.chat_template is not None:
         texts.pop("tool_use", None)  # what was trained with rendered conversations with tools, too
-    defaults = "".join(_default(name, value) for name, value in reading.chat_template_kwargs.items())
-    texts |= {name: defaults + text for name, text in reading.template.templates.items()}
+    given = reading.chat_template_kwargs
+    texts |= {name: with_defaults(text, given) for name, text in reading.template.templates.items()}
     if wrong := [name for name in texts if not re.fullmatch(r"[\w.-]+", name)]:
         raise UserError(f"{reading.tokenizer.folder}: {wrong[0]!r:.80} can't be the name of a chat template: no file")
     return {
         TEMPLATE if name == "default" else f"{MORE_TEMPLATES}/{name}.jinja": x.encode() for name, x in texts.items()
     }
-
-
-def _default(name: str, value: Any) -> str:
-    """Return the line of a template that gives an argument the value of training, where a caller gives none."""
-    return f"{{%- if {name} is not defined %}}{{% set {name} = {value!a} %}}{{% endif %}}\n"  # the newline is trimmed
 
 
 def _tokenizer_config(tokenizer: FileTokenizer, has_files: bool) -> Content:

@@ -93,6 +93,11 @@ def test_the_template_that_was_trained_goes_with_it_and_its_arguments(base: Path
     assert ours == theirs == f"\n<user>a<assistant>{arguments['style']}"
     other = tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False, think=False, style="!")
     assert other == "\n<user>a<assistant>no !"
+    # A run that begins with the export, and gives one argument another value: one line for each.
+    first = (out / "chat_template.jinja").read_text()
+    write(out, tmp_path / "second", chat_template_kwargs={"think": False})
+    second = (tmp_path / "second" / "chat_template.jinja").read_text()
+    assert second == first.replace("set think = True", "set think = False") != first
 
 
 def test_a_tokenizer_alone_describes_no_model_and_bytes_have_ends(base: Path, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from torchtitan_graph.data.document import Contexts, Tokens
 from torchtitan_graph.data.messages import LEARNED
-from torchtitan_graph.data.rendering import Renderer, Span
+from torchtitan_graph.data.rendering import Renderer, Span, defaults_of
 from torchtitan_graph.data.tokenizer_json import NAMED
 from torchtitan_graph.data.turns import Context, Turn, Unclear, context_of, difference, last_special, opened_reasoning
 from torchtitan_graph.errors import UserError, listed
@@ -87,7 +87,16 @@ class ChatTemplate(Renderer):
         read = sorted(self._read_arguments() - set(NAMED))
         ways = [] if split else ["choose training.split_turns = 'auto'"]
         if read:
-            ways.append(f"give an argument of the template in training.chat_template_kwargs (it reads {listed(read)})")
+            values = [
+                f"{name} = {value}" for text in self.templates.values() for name, value in defaults_of(text).items()
+            ]
+            by_itself = (
+                f"; where none is given, {self._place} sets {listed([*dict.fromkeys(values)])}" if values else ""
+            )
+            ways.append(
+                "give an argument of the template in training.chat_template_kwargs (it reads"
+                f" {listed(read)}{by_itself})"
+            )
         ways += [
             "name a template in training.chat_template whose generation prompt is how its answers begin, or that marks"
             " them by {% generation %}",

@@ -20,6 +20,35 @@ from torchtitan_graph.small_files import read_small
 _HALF_PAIR = re.compile("[\ud800-\udfff]")
 
 
+# A line with which an exported template begins: it gives an argument the value of training where a caller gives none.
+_DEFAULT = re.compile(r"\{%- if (\w+) is not defined %\}\{% set \1 = (.*) %\}\{% endif %\}\n")
+
+
+def defaults_of(template: str) -> dict[str, str]:
+    """Return the arguments to which a template's first lines give values, with these as Jinja writes them."""
+    found, place = {}, 0
+    while line := _DEFAULT.match(template, place):
+        found[line[1]], place = line[2], line.end()
+    return found
+
+
+def with_defaults(template: str, values: Mapping[str, Any]) -> str:
+    """Return a template whose first lines give arguments these values where a caller gives none, in place of such lines
+    of an earlier export."""
+    earlier = defaults_of(template)
+    while line := _DEFAULT.match(template):
+        template = template[line.end() :]
+    lines = {**earlier, **{name: ascii(value) for name, value in values.items()}}
+    # Jinja trims the newline.
+    return (
+        "".join(
+            f"{{%- if {name} is not defined %}}{{% set {name} = {value} %}}{{% endif %}}\n"
+            for name, value in lines.items()
+        )
+        + template
+    )
+
+
 class Span(NamedTuple):
     """Characters of a text, the end excluded."""
 

@@ -18,6 +18,7 @@ from torchtitan_graph.data.forms import RowFormat
 from torchtitan_graph.data.messages import LEARNED
 from torchtitan_graph.data.open_corpus import open_corpus
 from torchtitan_graph.data.packing import Cursor, Packing
+from torchtitan_graph.data.rendering import with_defaults
 from torchtitan_graph.data.shards import Shards, write_shards
 from torchtitan_graph.data.tokenizer import load_tokenizer
 from torchtitan_graph.data.whole_lane import open_lane
@@ -150,6 +151,9 @@ def test_reasoning_that_the_prompt_opens_is_learned_behind_its_tag(tmp_path):
     ]
     with pytest.raises(UserError, match=r"reads enable_thinking\), name a template"):
         made(tmp_path, THINKING, enable_thinking=False).tokens(said, None, "assistant", skip=False)
+    exported = made(tmp_path, with_defaults(THINKING, {"enable_thinking": False}))
+    with pytest.raises(UserError, match=r"reads enable_thinking; where none is given, .* sets enable_thinking = False"):
+        exported.tokens(said, None, "assistant", skip=False)
 
 
 def test_a_prompt_that_no_answer_begins_with_is_refused_with_a_way_that_works(tmp_path):

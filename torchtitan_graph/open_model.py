@@ -81,8 +81,8 @@ def open_model(
         raise UserError(f"{folder}: there is no such folder")
     if (folder / ADAPTER).exists() and not (folder / "config.json").exists():
         raise UserError(
-            f"{folder} holds adapters alone: name their run's folder or its checkpoint, or the merged model that"
-            " checkpoint.last_save_in_hf writes"
+            f"{folder} holds adapters alone, in the format of the library PEFT: name {_whole_of(folder)}their run's"
+            " folder or its checkpoint, or the merged model that checkpoint.last_save_in_hf writes"
         )
     weights = newest_below(folder)
     is_hf = weights == folder and (folder / "config.json").exists()
@@ -101,6 +101,13 @@ def open_model(
     else:
         load_model(weights, model)
     return Opened(model.to(device) if dims is None else model, reading, assets, weights)
+
+
+def _whole_of(adapter: Path) -> str:
+    """Return the whole models that were saved next to an adapter, for a message."""
+    step = adapter.resolve()
+    places = (step.with_name(step.name.removesuffix("-adapter") + end) for end in ("-hf", ""))
+    return "".join(f"{place}, " for place in places if place.is_dir() and place != step)
 
 
 def _allocate_shards(

@@ -16,6 +16,14 @@ _OR_AGAIN = (
     "or begin a new run, or resume the model at the beginning of the data: checkpoint.load_step with"
     " checkpoint.exclude_from_loading = ['dataloader']."
 )
+# What a corpus's digest says of a chat template, as `Renderer.digest` writes it.
+_OF_TEMPLATE = re.compile(r"(\[\('.*\)\]) (None|\d{4}-\d\d-\d\d) (\[.*\]) (\[[\d, ]*\])", re.DOTALL)
+_TEMPLATE_PARTS = (
+    "the chat template",
+    "training.chat_date",
+    "training.chat_template_kwargs",
+    "the tokens that end a turn",
+)
 _SHOWN = 80  # characters of what differs, in a message
 
 
@@ -31,12 +39,28 @@ def refuse_other(state: dict[str, Any], identity: Mapping[str, Any], has_convers
         )
     for key, here in identity.items():
         if state.get(key) != here:
+            if parts := _changed_parts(str(state.get(key)), str(here)):
+                raise UserError(
+                    f"checkpoint: {' and '.join(parts)} changed since its data position was saved. Rows can't be"
+                    f" continued from there: use what the saved run used, {_OR_AGAIN}"
+                )
             theirs, ours = differing(repr(state.get(key)), repr(here))
             earlier = " (or by a release that took the rows of epochs in another order)" * (key == "epochs")
             raise UserError(
                 f"checkpoint: its data position was saved with {key} = {theirs}{earlier}, this run has {ours}."
                 f" Rows can't be continued from there: use what the saved run used, {_OR_AGAIN}"
             )
+
+
+def _changed_parts(saved: str, here: str) -> list[str]:
+    """Return in words which parts of a chat template differ between two corpora; none if something else does."""
+    theirs, ours = (_OF_TEMPLATE.search(text) for text in (saved, here))
+    if not theirs or not ours:
+        return []
+    rest = [found.string[: found.start()] + found.string[found.end() :] for found in (theirs, ours)]
+    if rest[0] != rest[1]:
+        return []
+    return [word for word, a, b in zip(_TEMPLATE_PARTS, theirs.groups(), ours.groups(), strict=True) if a != b]
 
 
 def differing(saved: str, here: str) -> tuple[str, str]:

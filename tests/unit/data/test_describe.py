@@ -9,7 +9,7 @@ import pytest
 from torchtitan_graph.data.describe import describe, log_corpus
 from torchtitan_graph.data.forms import RowFormat
 from torchtitan_graph.data.open_corpus import open_corpus
-from torchtitan_graph.data.positions import differing
+from torchtitan_graph.data.positions import differing, refuse_other
 from torchtitan_graph.data.tokenizer import load_tokenizer
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
@@ -118,6 +118,29 @@ def test_two_positions_are_told_apart_shortly() -> None:
     first, second = differing(*changed)
     assert first.endswith("one'") and second.endswith("two'") and max(len(first), len(second)) < 110
     assert differing("32", "'up to 32'") == ("32", "'up to 32'")
+
+
+def test_a_position_of_another_template_is_refused_in_words(tmp_path: Path) -> None:
+    def digest(text: str = f"{{{{ a }}}}{TEMPLATE}", **reading: object) -> str:
+        (template := tmp_path / "chat.jinja").write_text(text)
+        how = RowFormat(load_tokenizer("tests/assets/tokenizer"), chat_template=str(template), **reading)  # type: ignore[arg-type]
+        return open_corpus("", str(file), "train", 0, how).digest
+
+    def refused(saved: str, here: str) -> str:
+        with pytest.raises(UserError) as error:
+            refuse_other({"corpus": saved, "counted": []}, {"corpus": here}, True)
+        return str(error.value)
+
+    file = write_lines(tmp_path / "a.jsonl", CHAT)
+    first = digest()
+    assert "checkpoint: the chat template changed since its data position was saved. Rows" in refused(
+        first, digest(f"{{{{ a }}}})] {TEMPLATE}")
+    )
+    both = refused(first, digest(chat_template_kwargs={"a": [")] None"]}, chat_date="2026-01-31"))
+    assert "checkpoint: training.chat_date and training.chat_template_kwargs changed since" in both
+    assert "saved with corpus = " in refused(first, digest(loss_on="all"))
+    write_lines(file, {"messages": [*CHAT["messages"], *CHAT["messages"]]})
+    assert "saved with corpus = " in refused(first, digest())
 
 
 @pytest.mark.parametrize("number", [1, 2, 30, 90, 120])

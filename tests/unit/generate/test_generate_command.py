@@ -117,7 +117,8 @@ def test_the_configuration_is_found_wherever_the_checkpoint_lies(
     ("words", "part"),
     [
         (["nowhere"], "nowhere: there is no such folder"),
-        (["ADAPTER", "a"], "ADAPTER holds adapters alone: name their run's folder"),
+        (["ADAPTER", "a"], "ADAPTER holds adapters alone, in the format of the library PEFT: name their run's folder"),
+        (["step-3-adapter", "--chat"], "/step-3-hf, their run's folder or its checkpoint"),
         ([".", "--max_new_tokens", "0"], "--max_new_tokens 0: must be at least 1"),
         ([".", "--temperature", "nan"], "--temperature nan: must be at least 0"),
         ([".", "--top_p", "0"], "--top_p 0.0: must be above 0 and at most 1"),
@@ -138,8 +139,10 @@ def test_a_mistake_is_refused_in_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("EMPTY").write_text("\n")
-    Path("ADAPTER").mkdir()
-    Path("ADAPTER/adapter_config.json").write_text("{}")
+    Path("step-3-hf").mkdir()
+    for name in ("ADAPTER", "step-3-adapter"):
+        Path(name).mkdir()
+        Path(name, "adapter_config.json").write_text("{}")
     Path("WRONG.jsonl").write_text('{"text": "a"}\n')
     assert part in refusal(*[str(folder) if word == "HF" else word for word in words])
 

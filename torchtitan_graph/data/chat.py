@@ -71,7 +71,8 @@ class ChatTemplate(Renderer):
                     found.clear()  # the next turn's first token ends it, which only a context of its own gets
                 if any(context.learn(turn) for context in found):
                     continue
-                if not split and any(context.is_target.any() for context in found):
+                found = [context for context in found if context.is_target.any()]
+                if not split and (found or number + 1 < len(messages)):
                     how = difference(turn.text, whole.text, "in the whole conversation")
                     raise Unclear(f"it is rendered another way when more follows: {how}")
                 closing = "" if turn.ends else self._closing(turn, messages[: number + 1], tools)

@@ -148,10 +148,12 @@ def context_of(turn: Turn, closing: str, tokenizer: FileTokenizer) -> Context:
     start = parts.num_tokens(turn.prompt) or 0
     # Some tokenizers put a space before a text, so the answer by itself would be another.
     is_same = parts.is_special(start) or parts.decoded() in (whole.text, whole.decoded())
-    if not is_same or not parts.learn(turn):
+    span = parts.span(turn) if turn.ends else slice(start, None)
+    if not is_same or span is None:
         raise Unclear(
             f"this tokenizer gives {begin!r:.{_SHOWN}} other tokens after the generation prompt than by itself"
         )
+    parts.is_target[span] = True
     return parts
 
 

@@ -175,6 +175,25 @@ def test_the_next_turns_first_token_ends_a_turn(tmp_path, caplog, is_listed):
     assert ("List that token's id in eos_token_id" in caplog.text) is not is_listed
 
 
+@pytest.mark.parametrize(
+    "begin, end, learned", [("### ", "\n\n", "the end.\n\n"), ("<|user|>", "", "the end.<|user|>")]
+)
+def test_an_answer_without_an_end_of_its_own_that_merges_with_its_prompt(tmp_path, begin, end, learned):
+    """It is learned as it is tokenised by itself, behind the prompt's own tokens."""
+    template = f"{{% for m in messages %}}{begin}{{{{ m.role }}}}: {{{{ m.content }}}}{end}{{% endfor %}}"
+    made(tmp_path, f"{template}{{% if add_generation_prompt %}}{begin}assistant: {{% endif %}}")
+    file = json.loads((tmp_path / "tokenizer.json").read_text())
+    file["model"]["vocab"]["\u0120t"] = 1 + max(
+        *file["model"]["vocab"].values(), *(token["id"] for token in file["added_tokens"])
+    )
+    file["model"]["merges"].append(["\u0120", "t"])
+    (tmp_path / "tokenizer.json").write_text(json.dumps(file))
+    merging = ChatTemplate(load_tokenizer(str(tmp_path)))
+    document = merging.tokens([PLAIN[0], {"role": "assistant", "content": "the end."}], None, "assistant", skip=False)
+    assert runs(merging, document) == [learned]
+    assert merging._tokenizer.decode_all(document.ids[~document.is_target].tolist()).endswith("assistant: ")
+
+
 def test_an_eos_token_id_that_is_no_id_is_refused(tmp_path):
     made(tmp_path, ENDLESS)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [1, "x"]}')
@@ -233,6 +252,11 @@ def test_a_row_becomes_several_contexts_by_the_options(tmp_path):
     assert len(RowFormat(tokenizer).form(row, "here").document(row, "here").contexts) == 2
     with pytest.raises(UserError, match="here: message 2, by the assistant: it is rendered another way.*split_turns"):
         RowFormat(tokenizer, split_turns="never").form(row, "here").document(row, "here")
+    for more in (PLAIN[2:3], [PLAIN[2], {**PLAIN[3], "weight": 0}]):  # which are not learned, and follow all the same
+        row = {"messages": [*PLAIN[:2], *more]}
+        assert not isinstance(RowFormat(tokenizer).form(row, "here").document(row, "here"), Contexts)
+        with pytest.raises(UserError, match="here: message 2, by the assistant: it is rendered another way"):
+            RowFormat(tokenizer, split_turns="never").form(row, "here").document(row, "here")
     row = {"prompt": PLAIN[:3], "completion": PLAIN[3:]}
     document = RowFormat(tokenizer).form(row, "here").document(row, "here")
     assert tokenizer.decode_all(document.ids[document.is_target].tolist()) == "Wait.<|im_end|>"

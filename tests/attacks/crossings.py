@@ -454,7 +454,7 @@ def _last_line(output: str) -> str:
     errors = [i for i, line in enumerate(lines) if " ERROR " in line]
     if errors and "in the configuration:" in lines[errors[0]]:
         return lines[min(errors[0] + 1, len(lines) - 1)]
-    raised = [line for line in lines if "Error" in line and not line.startswith("File")]
+    raised = [line for line in lines if "Error" in line and " INFO " not in line and not line.startswith("File")]
     return lines[errors[0]] if errors and not raised else (raised or lines or ["no output"])[-1]
 
 

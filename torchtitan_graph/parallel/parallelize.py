@@ -251,6 +251,7 @@ def _check_tensor_parallel(model: nn.Module, plan: Mapping[str, str], degree: in
             for weight in weights:
                 if role in SPLIT_DIM and parameters[weight].shape[SPLIT_DIM[role]] % degree:
                     _refuse(degree, f"size {parameters[weight].shape[SPLIT_DIM[role]]}", weight)
+                _check_heads(modules, parameters, weight, degree)
             for count in ("num_heads", "num_kv_heads") if role == "partial" else ():
                 if getattr(modules[name], count, degree) % degree:  # heads are not cut
                     _refuse(degree, f"{getattr(modules[name], count)} {count[4:].replace('_', ' ')}", name)
@@ -263,6 +264,18 @@ def _check_tensor_parallel(model: nn.Module, plan: Mapping[str, str], degree: in
             " every parameter needs one; add them to the plan of a model of your own, or set this to 1 and use"
             " data_parallel_shard_degree"
         )
+
+
+def _check_heads(modules: dict[str, nn.Module], parameters: dict[str, nn.Parameter], weight: str, degree: int) -> None:
+    """Refuse to cut heads of another library's attention, whose module has their width alone."""
+    layer = weight.removesuffix(".weight")
+    around, _, leaf = layer.rpartition(".")
+    width = getattr(modules.get(around), "head_dim", None)
+    if leaf not in ("q_proj", "k_proj", "v_proj") or not isinstance(width, int):
+        return
+    number, rest = divmod(parameters[weight].shape[0], width)
+    if number % degree and not rest:
+        _refuse(degree, f"{number} heads", layer)
 
 
 def _check_context_parallel(model: nn.Module, plan: Plan, degree: int) -> None:

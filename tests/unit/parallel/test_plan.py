@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.models.spec import load_family, tiny_config
+from torchtitan_graph.models.spec import load_family, plan_of, tiny_config
 from torchtitan_graph.parallel.layout import ParallelDims
 from torchtitan_graph.parallel.parallelize import check_plan
 from torchtitan_graph.parallel.plan import Plan, expert_roles, table_style, tensor_roles
@@ -57,6 +57,17 @@ def test_degrees_that_do_not_fit_the_model_are_refused(
 ) -> None:
     with pytest.raises(UserError, match=message):
         check(name, dims, **changes)
+
+
+def test_heads_of_another_librarys_attention_are_not_cut() -> None:
+    family = load_family("transformers")
+    with torch.device("meta"):
+        model = family.Model(tiny_config(family.FLAVORS["mixtral"]))
+    check_plan(model, plan_of(family, model), ParallelDims(tp=2))
+    with pytest.raises(
+        UserError, match=r"tensor_parallel_degree = 4: does not divide the 2 heads of .*\.k_proj; choose"
+    ):
+        check_plan(model, plan_of(family, model), ParallelDims(tp=4))
 
 
 def test_experts_that_are_not_cut_need_not_divide_over_tp() -> None:

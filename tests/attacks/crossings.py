@@ -43,7 +43,7 @@ from torchtitan_graph.models.hf import to_hf
 from torchtitan_graph.models.layers.init import allocate
 from torchtitan_graph.models.spec import load_family, tiny_config
 
-STEPS, VOCAB, TRIED = 3, 2048, 10  # steps of a run; tokens of the tests' tokenizer; of so many refused, one is run
+STEPS, VOCAB, TRIED = 3, 2048, 10  # steps of a run; tokens of the tests' tokenizer; one in TRIED refused draws is run
 TOKENIZER = REPOSITORY / "tests" / "assets" / "tokenizer"
 # Numbers of a record that are no result of the computation.
 TIMES = ("_s", "tps", "tflops", "mfu", "memory", "gib", "goodput", "tokens_per", "peak", "slowest")

@@ -568,7 +568,7 @@ def _last_factor(schedule: LRScheduler, total_steps: int) -> float:
 
 
 def check_length(config: JobConfig, steps: int) -> list[str]:
-    """Return notices of options that don't fit a run of so many steps, known once the rows of its epochs are."""
+    """Return notices of options that don't fit the run's number of steps, known once its epochs' rows are."""
     return lines(config, _of_length(config, steps, f"{steps:,} steps"))
 
 

@@ -135,7 +135,7 @@ class RowFormat:
         return BadRows(place, self.on_bad_row, may_be_all=self.of_others is not None, room=self.room)
 
     def is_small(self, num_bytes: int) -> bool:
-        """Return whether a file of so many bytes is of a small corpus, which is read when it is opened."""
+        """Return whether a file of `num_bytes` is a small corpus, which is read when it is opened."""
         return is_small(max(num_bytes, self.folder_bytes))
 
     def refuse_for_text(self, place: str, what: str) -> None:

@@ -14,7 +14,7 @@ from torchtitan_graph.data.row_forms import Form, Preference
 from torchtitan_graph.errors import UserError
 
 _LOOKED_AT = 64  # documents whose content identifies the data
-_FEW = 4096  # documents: so many are checked when they are opened
+_FEW = 4096  # the most documents that are checked when they are opened
 
 
 def is_own(dataset: str) -> bool:

@@ -14,7 +14,7 @@ from torchtitan_graph.data.packing import EMPTY_EPOCHS, Cursor, Lane, Packing
 from torchtitan_graph.data.tokenizer import Tokenizer
 from torchtitan_graph.errors import UserError
 
-# Whole documents are put into rows together, so many at a time: the last row of each time is full only in part.
+# Whole documents are put into rows a number at a time; the last row of each number is full only in part.
 WINDOW_ROWS = 32  # at least; of short rows as many as have
 _WINDOW_TOKENS = 2**17  # but at most
 _MOST_WINDOW_ROWS = 128

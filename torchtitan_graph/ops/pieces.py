@@ -111,7 +111,7 @@ def _call(pieces: Sequence[Piece], window: int) -> Call:
 
 
 def _places(begins: Sequence[int], length: int) -> Places:
-    """Return so many places from each beginning on: of a single one as a slice, of which nothing is copied."""
+    """Return the `length` places from each beginning on; those of a single one as a slice, which copies nothing."""
     if len(begins) == 1:
         return slice(begins[0], begins[0] + length)
     return (torch.tensor(begins, device="cpu").unsqueeze(1) + torch.arange(length, device="cpu")).flatten()

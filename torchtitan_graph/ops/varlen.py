@@ -91,7 +91,7 @@ def _fake_backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: object
 
 
 def _scratch(q_BLNH: Tensor, k_BLKH: Tensor, copies: int) -> int:
-    """Return the most bytes of a call's temporaries on a CPU: so many copies of a row's queries, which may be a single
+    """Return the most bytes of a call's temporaries on a CPU: `copies` of a row's queries, which may be a single
     piece, or, if rows are short, of those of a call of several pieces, whose arguments are copied, too."""
     if q_BLNH.device.type != "cpu":
         return 0

@@ -88,7 +88,7 @@ class WarmupStableDecay(LambdaLR):
         super().__init__(optimizer, self.factor)
 
     def set_total_steps(self, total_steps: int) -> None:
-        """Let the schedule span another number of steps, from the next one on."""
+        """Set the number of steps that the schedule spans; the next step's rate follows it."""
         self.factor = _factor_of(self._config, total_steps)
         self.lr_lambdas = [self.factor] * len(self.lr_lambdas)
         self.load_state_dict(self.state_dict())

@@ -149,7 +149,7 @@ class RunFolder:
             self.status.done(step, loss, replicas)
 
     def lose(self, seconds: float) -> None:
-        """Count so many of the last seconds as lost: a step is repeated."""
+        """Count the last `seconds` as lost, because a step is repeated."""
         if self.status:
             self.status.lose(seconds)
 

@@ -126,7 +126,7 @@ class Status:
             self._content |= {"step": step, "loss": loss, **({} if replicas is None else {"replicas": replicas})}
 
     def lose(self, seconds: float) -> None:
-        """Count so many of the last seconds as lost: a step is repeated."""
+        """Count the last `seconds` as lost, because a step is repeated."""
         with self._mutex:
             self._count(self._activity)
             seconds = min(seconds, self._seconds["useful"])

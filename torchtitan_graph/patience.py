@@ -1,14 +1,12 @@
-"""Full storage, and transient I/O errors, such as of a file server that restarts.
+"""Patience with storage: transient errors are retried; a full disk and a missing file are told at once.
 
-Transient errors are retried. If they persist, the run ends with a distinct exit code, after which the SLURM job is
-requeued without changes. A missing file is no such error.
+If a transient error persists, the run ends with an exit code of its own, after which launchers start it again.
 """
 
 import contextlib
 import difflib
 import errno
 import os
-import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,14 +14,13 @@ from typing import TypeVar
 
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
+from torchtitan_graph.transient import causes, is_transient
 
 T = TypeVar("T")
 
 WAIT_S = 300.0
-EVERY_S = 10.0
-
-_NAMES = "EIO ESTALE ETIMEDOUT ENOTCONN ECONNREFUSED ECONNRESET EHOSTDOWN EHOSTUNREACH ENETDOWN ENETUNREACH EREMOTEIO"
-TRANSIENT = {getattr(errno, name) for name in _NAMES.split() if hasattr(errno, name)}
+FIRST_S, EVERY_S = 1.0, 10.0  # between two tries: twice as long after each, at most EVERY_S
+_WAITED = "has_waited"  # marks an error that `retry_io` raised when its time was up: a caller's does not wait again
 
 FULL = {errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)}  # no space: not retried
 
@@ -48,13 +45,6 @@ def why_unwritable(path: Path, error: OSError) -> str:
     if isinstance(error, FileExistsError) and error.filename and not os.path.isdir(error.filename):
         return f"{error.filename} is there, and is not a folder: move it away, or name another place"
     return find_full_disk(path, str(error)) or str(error)
-
-
-def is_transient(error: BaseException) -> bool:
-    """Return whether an error is a transient I/O error, or quotes one from another rank."""
-    if isinstance(error, OSError):
-        return error.errno in TRANSIENT
-    return any(int(number) in TRANSIENT for number in re.findall(r"\[Errno (\d+)\]", str(error)))
 
 
 @contextlib.contextmanager
@@ -93,14 +83,19 @@ def near_path(path: Path) -> str:
 
 
 def retry_io(function: Callable[[], T]) -> T:
-    """Call a function, and retry it for up to five minutes on transient I/O errors."""
-    deadline = time.monotonic() + WAIT_S
+    """Call a function again while it raises transient errors, for up to five minutes from the first of them."""
+    deadline, pause = 0.0, FIRST_S
     while True:
         try:
             return function()
         except Exception as error:
+            deadline = deadline or time.monotonic() + WAIT_S
             left = deadline - time.monotonic()
-            if not is_transient(error) or left <= 0:
+            if not is_transient(error) or any(getattr(each, _WAITED, False) for each in causes(error)):
                 raise
-            logger.warning(f"storage is unavailable; retrying for {left:.0f} s: {error}")
-            time.sleep(min(EVERY_S, left))
+            if left <= 0:
+                error.__dict__[_WAITED] = True
+                raise
+            logger.warning(f"storage is unavailable; retrying for {left:.0f} s: {type(error).__name__}: {error}")
+            time.sleep(min(pause, left))
+            pause = min(2 * pause, EVERY_S)

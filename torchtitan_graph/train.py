@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torchtitan_graph import stop
+from torchtitan_graph.transient import is_transient
 
 if __name__ == "__main__":
     stop.install()  # before importing torch, which takes seconds
@@ -27,7 +28,7 @@ from torchtitan_graph.config.fault_tolerance import check_member
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import init_logging, logger
 from torchtitan_graph.parallel.join import join, meet
-from torchtitan_graph.patience import is_transient, retry_io
+from torchtitan_graph.patience import retry_io
 from torchtitan_graph.replica_trainer import make_trainer
 from torchtitan_graph.run.failure import (
     CONFIGURATION,

@@ -1,6 +1,7 @@
 """Transient I/O errors are retried; a missing file is an error at once."""
 
 import errno
+import pickle
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ from torchtitan_graph.checkpoint.folder import find_problem
 from torchtitan_graph.config import load
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.parallel.agree import RanksFailed
-from torchtitan_graph.patience import is_transient, refuse_unwritable, retry_io
+from torchtitan_graph.patience import refuse_unwritable, retry_io
+from torchtitan_graph.transient import is_transient
 
 STALE = OSError(errno.ESTALE, "Stale file handle", "/shared/file")
 
@@ -30,19 +32,41 @@ def fails(times: float, error: Exception) -> object:
     def function(*_: object, **__: object) -> str:
         if next(left, None) is None:
             return "read"
-        raise error
+        raise type(error)(*error.args)
 
     return function
 
 
 def test_it_is_waited_for(slept: list[float]) -> None:
     assert retry_io(fails(3, STALE)) == "read"
-    assert slept == [patience.EVERY_S] * 3
+    assert slept == [1, 2, 4]
 
 
 def test_but_not_for_ever(slept: list[float]) -> None:
     with pytest.raises(OSError, match="Stale"):
         retry_io(fails(10_000, STALE))
+    assert sum(slept) == patience.WAIT_S and max(slept) == patience.EVERY_S
+
+
+def test_time_that_passed_before_the_first_failure_does_not_count(slept: list[float]) -> None:
+    failing = fails(1, STALE)
+
+    def slow() -> object:
+        patience.time.sleep(2 * patience.WAIT_S)
+        return failing()
+
+    assert retry_io(slow) == "read"
+
+
+def test_it_is_waited_for_once_where_one_calls_the_other(slept: list[float]) -> None:
+    def inner() -> object:
+        try:
+            return retry_io(fails(10_000, STALE))
+        except OSError as error:
+            raise RuntimeError("a library's own") from error
+
+    with pytest.raises(RuntimeError):
+        retry_io(inner)
     assert sum(slept) == patience.WAIT_S
 
 
@@ -54,7 +78,9 @@ def test_what_is_not_there_is_told_at_once(error: Exception, slept: list[float])
 
 
 def test_it_is_known_in_the_words_of_others() -> None:
-    assert is_transient(RanksFailed(f"rank 3: OSError: {STALE}")) and is_transient(UserError(f"can't be read: {STALE}"))
+    assert is_transient(UserError(f"can't be read: {STALE}"))
+    failed = pickle.loads(pickle.dumps(RanksFailed("rank 3: ServerDisconnectedError", transient=True)))
+    assert is_transient(failed) and not is_transient(RanksFailed(f"rank 3: {STALE}; rank 4: UserError: no such option"))
 
 
 def test_no_configuration_and_no_checkpoint_is_given_up_for_it(

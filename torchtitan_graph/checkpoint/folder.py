@@ -28,7 +28,7 @@ from torchtitan_graph.config import JobConfig, run_folder
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
 from torchtitan_graph.parallel.agree import RanksFailed, gather_from_ranks
-from torchtitan_graph.patience import is_transient, retry_io
+from torchtitan_graph.patience import retry_io
 from torchtitan_graph.small_files import (
     ANY_SIZE,
     BadFile,
@@ -39,6 +39,7 @@ from torchtitan_graph.small_files import (
     sync,
     write_text,
 )
+from torchtitan_graph.transient import is_transient
 
 MANIFEST = "manifest.json"
 TRAIN_STATE = "train_state.json"

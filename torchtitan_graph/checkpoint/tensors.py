@@ -32,6 +32,7 @@ from torchtitan_graph.errors import UserError
 from torchtitan_graph.parallel.agree import RanksFailed, describe, describe_ranks
 from torchtitan_graph.parallel.chunk import Chunk, chunk_of
 from torchtitan_graph.small_files import ANY_SIZE, open_small
+from torchtitan_graph.transient import is_transient
 
 
 def save_tensors(folder: Path, chunks: dict[str, Chunk], group: dist.ProcessGroup | None = None) -> None:
@@ -204,7 +205,8 @@ def _failures_of_ranks() -> Iterator[None]:
             if not isinstance(wrapped, Exception):  # such as `stop.Stopped`: nothing has failed
                 raise wrapped from error
         failures = {rank: describe(wrapped[0]) for rank, wrapped in error.failures.items()}
-        raise RanksFailed(describe_ranks(failures)) from error
+        transient = all(is_transient(wrapped[0]) for wrapped in error.failures.values())
+        raise RanksFailed(describe_ranks(failures), transient) from error
 
 
 @contextlib.contextmanager

@@ -25,8 +25,9 @@ from torchtitan_graph.config.resolve import (
 from torchtitan_graph.config.support import REFUSED, RENAMED
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.nearest import nearest
-from torchtitan_graph.patience import is_transient, retry_io
+from torchtitan_graph.patience import retry_io
 from torchtitan_graph.small_files import BadFile, read_toml
+from torchtitan_graph.transient import is_transient
 
 # The options added to a job's for a command that builds its graphs and runs none; verification would run them.
 DRY = ("--comm.mode", "fake_backend", "--debug.no-verify_passes")

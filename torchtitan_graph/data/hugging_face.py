@@ -15,8 +15,8 @@ from torchtitan_graph.data.forms import RowFormat
 from torchtitan_graph.data.row_forms import Form
 from torchtitan_graph.data.sources import Chain, Source, digest_files
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.patience import is_transient
 from torchtitan_graph.small_files import read_json
+from torchtitan_graph.transient import is_transient
 
 _SHUFFLED_TOGETHER = 256  # documents of a stream; every lane that a process reads has so many in memory
 

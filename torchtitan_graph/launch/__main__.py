@@ -30,9 +30,9 @@ from torchtitan_graph.config import check, load, ranks_asked_for
 from torchtitan_graph.config.option import brief
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import init_logging, logger
-from torchtitan_graph.patience import is_transient
 from torchtitan_graph.run.failure import CONFIGURATION, FAULT, STORAGE_UNAVAILABLE, RankFailure
 from torchtitan_graph.run.files import read_record
+from torchtitan_graph.transient import is_transient
 
 # The signal sent to workers for each signal to the launcher.
 PASSED_ON = {number: number for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}

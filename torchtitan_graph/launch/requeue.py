@@ -20,12 +20,13 @@ from typing import NamedTuple, TypedDict
 
 from torchtitan_graph.config import load, run_folder
 from torchtitan_graph.errors import UserError, printable
-from torchtitan_graph.patience import find_full_disk, is_transient
+from torchtitan_graph.patience import find_full_disk
 from torchtitan_graph.run.failure import BAD_NODE, CONFIGURATION, FAULT, FINAL, STORAGE_UNAVAILABLE, read_failures
 from torchtitan_graph.run.files import read_record, write_json
 from torchtitan_graph.run.lock import is_held_by_another
 from torchtitan_graph.run.status import FINISHED, STOPPED, read_status
 from torchtitan_graph.small_files import Count, write_text
+from torchtitan_graph.transient import is_transient
 
 MAX_FRUITLESS = 3  # attempts in a row without progress: then the job stops
 MAX_NODE_FAILURES = 2  # of one node in one job: then the job excludes the node

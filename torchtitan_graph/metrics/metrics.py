@@ -22,8 +22,9 @@ from torchtitan_graph.metrics.jsonl import append, begin
 from torchtitan_graph.metrics.mlflow import MLflow
 from torchtitan_graph.metrics.tensorboard import TensorBoard, verbatim
 from torchtitan_graph.metrics.weights_and_biases import WeightsAndBiases
-from torchtitan_graph.patience import is_transient, refuse_unwritable
+from torchtitan_graph.patience import refuse_unwritable
 from torchtitan_graph.runtime.observe import Stopwatch, stopwatch
+from torchtitan_graph.transient import is_transient
 
 METRICS = "metrics"  # prefix of the names of the curves of a model's or loss's own metrics
 # Key of a record -> name of its curve.

@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from torchtitan_graph.transient import is_transient
+
 T = TypeVar("T")
 
 # How long one rank may read or write files while the others wait for it: storage is slower than any collective.
@@ -21,7 +23,11 @@ _COUNTING_TIMEOUT = datetime.timedelta(days=7)
 
 
 class RanksFailed(RuntimeError):
-    """Error that names the ranks that failed, with their errors."""
+    """Error that names the ranks that failed, with their errors. `transient`: whether each of them is, and so this."""
+
+    def __init__(self, failures: str, transient: bool = False) -> None:
+        super().__init__(failures)
+        self.transient = transient
 
 
 def files_group() -> dist.ProcessGroup | None:
@@ -69,9 +75,10 @@ def on_all_ranks(function: Callable[[], T], group: dist.ProcessGroup | None = No
         result = function()
     except Exception as caught:
         error = caught
-    failures = _gather(describe(error) if error else None, group)
+    failures = _gather((describe(error), is_transient(error)) if error else None, group)
     if by_rank := {rank: failure for rank, failure in enumerate(failures) if failure}:
-        raise RanksFailed(describe_ranks(by_rank)) from error
+        described = describe_ranks({rank: text for rank, (text, _) in by_rank.items()})
+        raise RanksFailed(described, all(transient for _, transient in by_rank.values())) from error
     return result
 
 
@@ -101,8 +108,11 @@ def _gather(mine: T, group: dist.ProcessGroup | None) -> list[T]:
 
 
 def _picklable(error: Exception) -> Exception:
+    """Return an error that can be sent to other ranks, where it is as transient as it is here without its cause."""
     try:
         pickle.loads(pickle.dumps(error))
+        sent = error
     except Exception:
-        return RuntimeError(describe(error))
-    return error
+        sent = RuntimeError(describe(error))
+    sent.__dict__["transient"] = is_transient(error)
+    return sent

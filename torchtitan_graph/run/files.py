@@ -8,8 +8,9 @@ from typing import Any, TypeVar
 
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
-from torchtitan_graph.patience import FULL, is_transient
+from torchtitan_graph.patience import FULL
 from torchtitan_graph.small_files import BadFile, read_json, write_text
+from torchtitan_graph.transient import is_transient
 
 T = TypeVar("T")
 

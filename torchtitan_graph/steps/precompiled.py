@@ -33,8 +33,9 @@ from torchtitan_graph.log import logger
 from torchtitan_graph.parallel.layout import PP, TP, Layout, ParallelDims
 from torchtitan_graph.parallel.storage import Storage
 from torchtitan_graph.passes.tag_budget import Curve, Point
-from torchtitan_graph.patience import is_transient, why_unwritable
+from torchtitan_graph.patience import why_unwritable
 from torchtitan_graph.small_files import gunzip, parse_json, read_json, read_small
+from torchtitan_graph.transient import is_transient
 
 # Ranks with equal places on these axes have equal graphs: tests/numerics/test_precompiled.py traces all of them. A
 # pipeline's rank has stages of its own. Along tp each has its own shard of the vocabulary, with another first row.

@@ -10,6 +10,7 @@ from torchtitan_graph.parallel.agree import (
     on_all_ranks,
     on_rank_0,
 )
+from torchtitan_graph.transient import is_transient
 
 
 class Unpicklable(Exception):
@@ -32,6 +33,29 @@ def errors(rank: int) -> list[str]:
             except Exception as caught:
                 found.append(f"{type(caught).__name__}: {caught}")
     return found
+
+
+def lose_the_store(rank: int) -> None:
+    if dist.get_rank() == rank:
+        try:
+            raise ConnectionResetError("the store")
+        except ConnectionResetError as error:
+            raise ValueError("of a library") from error
+
+
+def are_transient(rank: int) -> list[bool]:
+    found = []
+    for agree in (on_rank_0, on_all_ranks):
+        try:
+            agree(lambda: lose_the_store(rank), files_group())
+        except Exception as caught:
+            found.append(is_transient(caught))
+    return found
+
+
+def test_a_transient_error_is_one_on_all_ranks() -> None:
+    assert run_on(2, are_transient, 0, timeout=60) == [[True, True]] * 2
+    assert run_on(2, are_transient, 1, timeout=60) == [[True]] * 2
 
 
 def told(rank: int) -> list[str]:

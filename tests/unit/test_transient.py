@@ -1,0 +1,133 @@
+"""Errors of systems and of libraries: which may end by waiting, and which never do."""
+
+import asyncio
+import errno
+import http.client
+import socket
+import ssl
+import urllib.error
+from collections.abc import Callable
+from typing import Any
+
+import aiohttp
+import botocore.exceptions as of_botocore
+import datasets.exceptions as of_datasets
+import httpx
+import pytest
+import requests
+import urllib3.exceptions as of_urllib3
+from fsspec.exceptions import FSTimeoutError
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+from multidict import CIMultiDict, CIMultiDictProxy
+from s3fs.errors import translate_boto_error
+from yarl import URL
+
+from torchtitan_graph.errors import UserError
+from torchtitan_graph.transient import is_transient
+
+
+def of_s3(status: int, code: str) -> of_botocore.ClientError:
+    answer: Any = {"Error": {"Code": code, "Message": "Please."}, "ResponseMetadata": {"HTTPStatusCode": status}}
+    return of_botocore.ClientError(answer, "PutObject")
+
+
+def of_hub(status: int) -> Exception:
+    library = {kind.__module__.partition(".")[0] for kind in HfHubHTTPError.__mro__} & {"httpx", "httpx2"}
+    web = __import__(library.pop())
+    return HfHubHTTPError("hub", response=web.Response(status, request=web.Request("GET", "https://hub")))
+
+
+def of_requests(status: int) -> Exception:
+    answer = requests.Response()
+    answer.status_code = status
+    return requests.HTTPError("status", response=answer)
+
+
+def of_httpx(status: int) -> Exception:
+    request = httpx.Request("GET", "https://a")
+    return httpx.HTTPStatusError("status", request=request, response=httpx.Response(status, request=request))
+
+
+def of_aiohttp(status: int) -> Exception:
+    address, headers = URL("https://a"), CIMultiDictProxy(CIMultiDict[str]())
+    return aiohttp.ClientResponseError(aiohttp.RequestInfo(address, "GET", headers, address), (), status=status)
+
+
+def of_urllib(status: int) -> Exception:
+    return urllib.error.HTTPError("https://a", status, "status", None, None)  # type: ignore[arg-type]
+
+
+def caused(error: Exception, cause: BaseException) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
+REFUSED = ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
+WAIT = [
+    OSError(errno.EIO, "Input/output error"),
+    REFUSED,
+    TimeoutError("read"),
+    asyncio.TimeoutError(),
+    FSTimeoutError(),
+    http.client.RemoteDisconnected("without an answer"),
+    http.client.IncompleteRead(b"half"),
+    socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution"),
+    ssl.SSLEOFError(8, "EOF occurred in violation of protocol"),
+    aiohttp.ServerDisconnectedError(),
+    aiohttp.ClientPayloadError("Response payload is not completed"),
+    aiohttp.ClientOSError(errno.EPIPE, "Broken pipe"),
+    requests.ConnectionError("reset"),
+    requests.ReadTimeout(),
+    of_urllib3.ProtocolError("Connection broken"),
+    httpx.ReadTimeout("read"),
+    httpx.ConnectError("connect"),
+    of_botocore.EndpointConnectionError(endpoint_url="http://store"),
+    of_botocore.ReadTimeoutError(endpoint_url="http://store"),
+    of_botocore.ConnectTimeoutError(endpoint_url="http://store"),
+    of_botocore.ConnectionClosedError(endpoint_url="http://store"),
+    of_botocore.IncompleteReadError(actual_bytes=1, expected_bytes=2),
+    of_s3(503, "SlowDown"),
+    of_s3(400, "RequestTimeout"),
+    translate_boto_error(of_s3(503, "ServiceUnavailable")),
+    translate_boto_error(of_s3(500, "InternalError")),
+    translate_boto_error(of_s3(429, "TooManyRequests")),
+    caused(LocalEntryNotFoundError("not in the cache"), httpx.ConnectError("connect")),
+    caused(ConnectionError("Couldn't reach 'a/b' on the Hub"), of_hub(503)),
+    caused(UserError("can't be used"), translate_boto_error(of_s3(503, "SlowDown"))),
+]
+TELL = [
+    OSError(errno.ENOSPC, "No space left on device"),
+    FileNotFoundError(errno.ENOENT, "No such file"),
+    BrokenPipeError(errno.EPIPE, "Broken pipe"),
+    RuntimeError("[/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1234"),
+    of_s3(403, "AccessDenied"),
+    translate_boto_error(of_s3(404, "NoSuchBucket")),
+    translate_boto_error(of_s3(400, "AnUnknownCode")),  # s3fs makes it an EIO
+    translate_boto_error(of_s3(501, "NotImplemented")),
+    of_botocore.NoCredentialsError(),
+    OfflineModeIsEnabled("offline"),
+    caused(ConnectionError("Couldn't reach 'a/b' on the Hub"), OfflineModeIsEnabled("offline")),
+    caused(of_datasets.DatasetNotFoundError("a/b doesn't exist"), of_hub(404)),
+    caused(requests.exceptions.SSLError("a host"), ssl.SSLCertVerificationError("certificate verify failed")),
+    requests.exceptions.SSLError("[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed"),
+    httpx.UnsupportedProtocol("ftp"),
+    UserError("model.name = 'x'"),
+]
+
+
+@pytest.mark.parametrize("error", WAIT, ids=repr)
+def test_an_error_that_waiting_may_end(error: Exception) -> None:
+    assert is_transient(error)
+
+
+@pytest.mark.parametrize("error", TELL, ids=repr)
+def test_an_error_that_no_waiting_ends(error: Exception) -> None:
+    assert not is_transient(error)
+
+
+@pytest.mark.parametrize("library", [of_hub, of_requests, of_httpx, of_aiohttp, of_urllib])
+def test_an_http_status_decides(library: Callable[[int], Exception]) -> None:
+    waited_for = [status for status in (400, 401, 403, 404, 408, 409, 416, 429, 500, 501, 502, 503, 504, 507)
+        if is_transient(library(status))]  # fmt: skip
+    assert waited_for == [408, 429, 500, 502, 503, 504]
+    assert not is_transient(caused(library(404), REFUSED))

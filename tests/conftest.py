@@ -6,6 +6,7 @@ import pytest
 import torch
 from xdist.scheduler import LoadFileScheduling
 
+from s3 import Store, found_by, serve_s3
 from torchtitan_graph.log import logger
 
 
@@ -64,6 +65,20 @@ def _readable(value: object, depth: int = 0) -> str:
     if value is None or isinstance(value, (str, int, float, torch.dtype)):
         return str(value).encode("unicode_escape").decode()
     return getattr(value, "__name__", type(value).__name__)
+
+
+@pytest.fixture(scope="session")
+def _s3_server() -> Iterator[Store]:
+    with serve_s3() as store:
+        yield store
+
+
+@pytest.fixture
+def store(_s3_server: Store) -> Iterator[Store]:
+    """An S3 server with one empty bucket, which fsspec in this process finds."""
+    _s3_server.reset()
+    with found_by(_s3_server.env()):
+        yield _s3_server
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""The error for the user, with what to change."""
+"""The error for the user, with what to change, and that of a run whose folder is another's."""
 
 import re
 from collections.abc import Sequence
@@ -15,6 +15,10 @@ class UserError(ValueError):
 
     def __init__(self, message: str = "") -> None:
         super().__init__(printable(message))
+
+
+class FolderLost(RuntimeError):
+    """Error: this run has lost the lock of its folder, which another run may have; nothing may be written there."""
 
 
 def listed(words: Sequence[str], most: int = 8, separator: str = ", ") -> str:

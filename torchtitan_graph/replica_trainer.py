@@ -239,6 +239,9 @@ class RoundsTrainer(_ReplicaTrainer):
             logger.info(f"{stop.name(self.stop_signal)}: the run stops after the next synchronisation of the replicas")
             self.stop_signal = 0
 
+    def _can_stop(self, last: bool) -> bool:
+        return super()._can_stop(last) and self.rounds is not None and self.rounds.is_synchronised
+
     def _meet(self, rounds: Rounds) -> bool:
         """Meet the other groups: to start with them, and where a synchronisation begins or ends, again until the vote
         is a yes. Return False if there is no step to do, or by a signal."""

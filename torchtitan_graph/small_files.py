@@ -12,6 +12,7 @@ import re
 import stat
 import sys
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, TypeVar
 
@@ -179,8 +180,9 @@ def parse_toml(text: str, where: Path | str) -> dict[str, Any]:
     return found
 
 
-def write_text(path: Path, content: str) -> None:
-    """Replace a file's content atomically: a reader, or a kill at any moment, finds old or new, an error old."""
+def write_text(path: Path, content: str, check: Callable[[], None] = lambda: None) -> None:
+    """Replace a file's content atomically: a reader, or a kill at any moment, finds old or new, an error old. `check`
+    is called once the new content is on disk, and may raise to keep the old one."""
     tmp = path.with_name(f"{path.name}.tmp")
     try:
         tmp.unlink(missing_ok=True)  # a FIFO of that name would block
@@ -188,6 +190,7 @@ def write_text(path: Path, content: str) -> None:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
+        check()
         os.replace(tmp, path)
     except OSError:
         with contextlib.suppress(OSError):

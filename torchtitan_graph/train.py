@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,7 @@ from torchtitan_graph.checkpoint import SaveError, is_new_run
 from torchtitan_graph.checkpoint.folder import checkpoint_folder
 from torchtitan_graph.config import JobConfig, check, check_beginning, load, ranks_asked_for, ranks_started, run_folder
 from torchtitan_graph.config.fault_tolerance import check_member
-from torchtitan_graph.errors import UserError
+from torchtitan_graph.errors import FolderLost, UserError
 from torchtitan_graph.log import init_logging, logger
 from torchtitan_graph.parallel.join import join, meet
 from torchtitan_graph.patience import retry_io
@@ -33,6 +34,7 @@ from torchtitan_graph.replica_trainer import make_trainer
 from torchtitan_graph.run.failure import (
     CONFIGURATION,
     FAULT,
+    FOLDER_LOST,
     NON_FINITE,
     SAVE_FAILED,
     STORAGE_UNAVAILABLE,
@@ -55,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Train with the configuration of the arguments. Return the exit code.
 
     0 done, 2 something to change, 3 non-finite numbers, 4 a checkpoint could not be saved, 6 storage was unavailable,
-    128 + N ended by signal N.
+    128 + N ended by signal N. Where the run's folder is lost, the process ends here with 7.
     """
     is_called_from_python = stop.install()
     try:
@@ -105,6 +107,8 @@ def _main(argv: Sequence[str] | None) -> int:
         raise
     except stop.Stopped:
         return _end(stop.Stopped(stop.message()), stop.exit_code(), folder, run)
+    except FolderLost as error:
+        _end_without_folder(error)
     except BaseException as error:
         stop.restore()
         stop.begin_teardown()
@@ -119,6 +123,16 @@ def _main(argv: Sequence[str] | None) -> int:
     stop.begin_teardown()
     _leave_group()
     return 0
+
+
+def _end_without_folder(error: FolderLost) -> NoReturn:
+    """Report why this rank ends, and end it at once. Nothing is written to the run's folder; and a thread may hang in
+    it, for which Python would wait."""
+    if not report_to_launcher(error, FOLDER_LOST):
+        logger.error(str(error))
+        if not _is_rank_0():
+            time.sleep(2)  # as in `_end`: rank 0 reports first
+    os._exit(FOLDER_LOST)
 
 
 def _leave_group() -> None:

@@ -43,7 +43,7 @@ from torchtitan_graph.data.loader import DataLoader, build_dataloader
 from torchtitan_graph.data.open_corpus import Opened, naming_set, validation_corpus
 from torchtitan_graph.data.positions import merge_states, rows_of_epochs
 from torchtitan_graph.delivery import Delivery, base_of, deliver
-from torchtitan_graph.errors import UserError
+from torchtitan_graph.errors import FolderLost, UserError
 from torchtitan_graph.forecast import check_fits, forecast
 from torchtitan_graph.log import logger
 from torchtitan_graph.metrics import (
@@ -64,7 +64,7 @@ from torchtitan_graph.optim import (
     forget_rehearsal,
     ranks_with_non_finite_gradients,
 )
-from torchtitan_graph.parallel.agree import FILES_TIMEOUT, files_group, on_rank_0
+from torchtitan_graph.parallel.agree import FILES_TIMEOUT, LateMax, files_group, on_rank_0
 from torchtitan_graph.parallel.layout import Layout
 from torchtitan_graph.patience import find_full_disk, retry_io
 from torchtitan_graph.quantize.state import convert
@@ -86,6 +86,8 @@ from torchtitan_graph.torch_private.distributed import set_timeout
 if TYPE_CHECKING:
     from torchtitan_graph.replicas.replicas import Replicas
 
+# A rank's flag, beside those of its saves: the run's folder is lost. Larger than the number of any signal.
+LOST = 1024
 GC_STEPS = 50  # steps between Python's garbage collections, so that all ranks collect together
 
 
@@ -103,6 +105,8 @@ class Trainer:
         self.rank = dist.get_rank()
         self.step = self.tokens_seen = 0
         self.stop_signal = 0  # the signal that asked a rank to stop; the same on all ranks
+        self.is_unvalidated = False  # whether a signal ended the validation that is due after `step`
+        self._may_stop = True  # whether a signal may end validation and samples
         self.tokens_by_source: dict[str, int] = {}
         self.best: Best | None = None  # of the validations so far, where anything depends on it
         config = self.config
@@ -253,6 +257,8 @@ class Trainer:
 
     def _train(self, run: RunFolder) -> None:
         config, self.run = self.config, run
+        on_rank_0(run.check_lock, files_group())  # set-up may have taken long
+        self.checkpointer.saver.check = run.check_lock
         with (
             uncollected(),  # ranks that collect at different moments wait for each other
             closing(self.steps),
@@ -279,7 +285,9 @@ class Trainer:
             run.planned = self.planned
             if self.replicas is not None and not last:
                 run.wait_for_replicas(config, self.num_steps)
-            while not last:
+            if self.is_unvalidated:
+                last = self._end_step(metrics, run, last)
+            while not last and not self.stop_signal:
                 metrics.start_step()
                 with self.hang.watch(first=self.step < first):
                     trained = self.train_step(metrics)
@@ -289,44 +297,82 @@ class Trainer:
                 if self.leaps is not None and self.leaps.is_lost():
                     with run.during("checkpoint"):
                         self._roll_back(self.leaps)
-                last, is_best = self._is_over() or not (trained or self.stop_signal), False
+                last = self._is_over() or not (trained or self.stop_signal)
                 run.done(self.step, metrics.loss, None if self.replicas is None else self.replicas.state())
                 if self.step == first:
                     self._set_timeouts(self._patience())  # all is warm: detect a hang soon
                 if self.step % GC_STEPS == 0:
                     gc.collect(1)
-                if config.validation.enable and (last or self.step % config.validation.freq == 0):
-                    with run.during("validation"), self._average_in_place():
-                        losses = self.validate()
-                        metrics.log_validation(self.step, losses)
-                        is_best = self._note_best(losses)
-                    last = last or self._is_over()
-                if self.blueprint.samples is not None and (last or self.step % config.samples.freq == 0):
-                    with run.during("validation"), self._average_in_place():
-                        metrics.log_samples(self.step, self.samples())
-                if last:
-                    self.stop_signal = 0  # there is nothing left to stop
-                    if self.replicas is not None:
-                        with run.during("waiting"):
-                            self.replicas.meet_at_end()
-                if self.stop_signal and self.replicas is not None:
-                    self.replicas.close()  # the others go on meanwhile
-                with run.during("checkpoint"):
-                    if not self._saves:
-                        pass
-                    elif self.stop_signal:
-                        self.checkpointer.save(self.step, self._train_state())
-                    elif last and config.checkpoint.last_save_model_only:
-                        with self._average_in_place():
-                            self.checkpointer.maybe_save(self.step, self._train_state, last=True, is_best=is_best)
-                    else:
-                        self.checkpointer.maybe_save(self.step, self._train_state, last=last, is_best=is_best)
+                last = self._end_step(metrics, run, last)
                 profiler_step()
-                if self.stop_signal:
-                    break
-            if last and self._saves:
+            if last and not self.stop_signal and self._saves:
                 with run.during("checkpoint"), self._average_in_place():
                     self._export(replaces=self.step >= first)
+
+    def _end_step(self, metrics: Metrics, run: RunFolder, last: bool) -> bool:
+        """Do what is due after a step: validate, write samples, save. Return whether it is the `last` one.
+
+        A signal ends validation and samples early. What is saved then says that the validation is missing: the run that
+        resumes begins with it.
+        """
+        config, is_best = self.config, False
+        self._may_stop = self._can_stop(last)
+        self.is_unvalidated = config.validation.enable and (last or self.step % config.validation.freq == 0)
+        if self.is_unvalidated and not self.stop_signal:
+            with run.during("validation"), self._average_in_place():
+                losses = self.validate()
+            if losses is not None:
+                self.is_unvalidated = False
+                metrics.log_validation(self.step, losses)
+                is_best = self._note_best(losses)
+            last = last or self._is_over()
+        if self.blueprint.samples is not None and (last or self.step % config.samples.freq == 0):
+            with run.during("validation"), self._average_in_place():
+                samples = None if self.stop_signal else self.samples()
+            if samples is not None:
+                metrics.log_samples(self.step, samples)
+        if last and not self.is_unvalidated:
+            self.stop_signal = 0  # there is nothing left to stop
+            if self.replicas is not None:
+                with run.during("waiting"):
+                    self.replicas.meet_at_end()
+        if self.stop_signal and self.replicas is not None:
+            self.replicas.close()  # the others go on meanwhile
+        with run.during("checkpoint"):
+            if not self._saves:
+                pass
+            elif self.stop_signal:
+                self.checkpointer.save(self.step, self._train_state())
+            elif last and config.checkpoint.last_save_model_only:
+                with self._average_in_place():
+                    self.checkpointer.maybe_save(self.step, self._train_state, last=True, is_best=is_best)
+            else:
+                self.checkpointer.maybe_save(self.step, self._train_state, last=last, is_best=is_best)
+        return last
+
+    def _can_stop(self, last: bool) -> bool:
+        """Return whether a signal may end what follows this step. The `last` step of replica groups is one that all of
+        them end together."""
+        return self.replicas is None or not last
+
+    def _is_to_stop(self, flags: LateMax) -> bool:
+        """Return whether a signal has asked a rank to stop, all ranks together: between the microbatches of a
+        validation, and the tokens of samples. `stop_signal` is then set. Raises FolderLost like a step."""
+        most = flags.exchange(LOST if self._has_lost_folder() else stop.received() if self._may_stop else 0)
+        self._raise_if_lost(most == LOST)
+        self.stop_signal = self.stop_signal or most
+        return most > 0
+
+    def _has_lost_folder(self) -> bool:
+        return self.run is not None and self.run.has_lost()
+
+    def _raise_if_lost(self, is_lost: bool) -> None:
+        if is_lost:
+            raise FolderLost(
+                f"{self.blueprint.dump_folder}: after step {self.step} this run has lost its folder: another run may"
+                " have it, or its storage did not answer in time. Nothing is saved. Started again, the run resumes from"
+                " its newest checkpoint, unless another one runs there"
+            )
 
     def train_step(self, metrics: Metrics) -> bool:
         """Run an optimizer step: batches -> loss, gradients -> clip -> optimizer; return False at the data's end."""
@@ -379,6 +425,7 @@ class Trainer:
         batches = self.feed.next()
         if batches is None:
             return None
+        stop.begin_steps()
         with metrics.watch_work(self.step + 1):
             return batches, self.steps.train(batches.on_device, batches.divisor, batches.on_host, batches.totals)
 
@@ -420,7 +467,8 @@ class Trainer:
         It includes each rank's signal, so that all stop after the same step, and the state of its saves.
         """
         # Numbers as kernels' arguments: `new_tensor` would copy them from the host's memory, and wait for that.
-        mine = [loss, loss.new_full((), self.checkpointer.flags()), loss.new_full((), stop.received())]
+        flags = self.checkpointer.flags() + LOST * self._has_lost_folder()
+        mine = [loss, loss.new_full((), flags), loss.new_full((), stop.received())]
         gathered = loss.new_empty(dist.get_world_size(), len(mine))
         dist.all_gather(list(gathered.unbind()), torch.stack(mine))
         by_source = None
@@ -440,6 +488,7 @@ class Trainer:
     def _loss_if_finite(self, read: Read) -> float:
         """Return the loss of all ranks; raise if it or the norm is not finite: then no parameter is changed."""
         self.stop_signal = read.signal
+        self._raise_if_lost(any(flags & LOST for flags in read.of_saves))
         self.checkpointer.check_flags(read.of_saves)
         if not (wrong := read.not_finite()):
             return self.layout.total_loss(read.losses)
@@ -451,9 +500,14 @@ class Trainer:
         )
 
     @torch.no_grad()
-    def validate(self) -> dict[str, float]:
-        """Return the validation losses by their metrics' names, the same on all ranks, which decide by them."""
-        means = [self._validate(data, most) for data, most, _ in self.validation_data.values()]
+    def validate(self) -> dict[str, float] | None:
+        """Return the validation losses by their metrics' names, the same on all ranks, which decide by them; None if a
+        signal ended it: then `stop_signal` is set."""
+        means, flags = [], LateMax(self.device)
+        for data, most, _ in self.validation_data.values():
+            if (mean := self._validate(data, most, flags)) is None:
+                return None
+            means.append(mean)
         losses = torch.stack(means)
         dist.broadcast(losses, src=0)
         return dict(zip(self.validation_data, losses.tolist(), strict=True))  # the only wait for the device
@@ -473,13 +527,15 @@ class Trainer:
                     f" {self.config.validation.seq_len} tokens{why}. Name other documents, or make the rows longer"
                 )
 
-    def _validate(self, data: DataLoader, most: int) -> Tensor:
-        """Return the mean loss per target of a corpus, or of its first `most` microbatches."""
+    def _validate(self, data: DataLoader, most: int, flags: LateMax) -> Tensor | None:
+        """Return the mean loss per target of a corpus, or of its first `most` microbatches; None if it is stopped."""
         feed = self._validation_feed(data, most)
         totals = torch.zeros(2, dtype=torch.float64, device=self.device)  # sums of losses, and of targets
         batch = feed.next()
         assert batch is not None, "checked at start"
         while batch is not None:
+            if self._is_to_stop(flags):
+                return None
             loss = self.layout.sum_over_data(self.steps.evaluate(batch.on_device[0], batch.on_host[0]).double())
             totals += torch.stack([loss, batch.divisor.double()])
             batch = feed.next()
@@ -504,12 +560,14 @@ class Trainer:
         out_of_patience = self.best is not None and 0 < self.config.validation.patience <= self.best.since
         return self.step >= self.num_steps or out_of_patience
 
-    def samples(self) -> list[tuple[str, str]]:
-        """Return the prompts of [samples], each with its continuation."""
+    def samples(self) -> list[tuple[str, str]] | None:
+        """Return the prompts of [samples], each with its continuation; None if a signal ended it: then `stop_signal` is
+        set."""
         samples, options = self.blueprint.samples, self.blueprint.options
         assert samples is not None, "built where samples.prompts is set"
-        texts = samples.write(self.layout, options.precision.compute, self.device, options.mode == "eager")
-        return list(zip(samples.prompts, texts, strict=True))
+        is_to_stop = partial(self._is_to_stop, LateMax(self.device))
+        texts = samples.write(self.layout, options.precision.compute, self.device, options.mode == "eager", is_to_stop)
+        return None if texts is None else list(zip(samples.prompts, texts, strict=True))
 
     def _resume(self) -> None:
         assets = self.blueprint.assets
@@ -560,6 +618,7 @@ class Trainer:
         """Restore the state that `_train_state` returned, without the parts in checkpoint.exclude_from_loading."""
         self.step, self.tokens_seen = state.get("step", 0), state.get("tokens_seen", 0)
         self.tokens_by_source = state.get("tokens_by_source", {})
+        self.is_unvalidated = self.config.validation.enable and state.get("is_unvalidated", False)
         self.best = best_of(state, self.config.validation.best_metric or validation_metrics(self.config)[0])
         if "data" in state:
             self.train_data.load_state_dict(state["data"])
@@ -589,6 +648,8 @@ class Trainer:
         path = self.checkpointer.folder / f"step-{self.step}-{kind}"
         if on_rank_0(path.exists, files_group()) and not replaces:
             return
+        assert self.run is not None, "of the training that ends"
+        on_rank_0(self.run.check_lock, files_group())
         self._set_timeouts(int(FILES_TIMEOUT.total_seconds()))  # the others wait for rank 0's files
         try:
             save(self.model, self.blueprint.family, path)
@@ -618,6 +679,7 @@ class Trainer:
             "tokens_seen": self.tokens_seen,
             "tokens_by_source": self.tokens_by_source,
             **({} if self.best is None else {"best": self.best._asdict()}),
+            **({"is_unvalidated": True} if self.is_unvalidated else {}),
             "rng": bytes(torch.get_rng_state().tolist()).hex(),
         }
 

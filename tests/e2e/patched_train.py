@@ -5,11 +5,13 @@ Each patch is a function without arguments, to be called before `main`; what it 
 
 import ctypes
 import errno
+import functools
 import hashlib
 import itertools
 import os
 import resource
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -20,14 +22,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchtitan_graph import device, patience, train, trainer
+from torchtitan_graph import device, patience, stop, train, trainer
 from torchtitan_graph.checkpoint import save
 from torchtitan_graph.data.batch import Batch
 from torchtitan_graph.data.feed import Feed
 from torchtitan_graph.data.loader import DataLoader
+from torchtitan_graph.generate.decoding import Decoding
 from torchtitan_graph.models.hf.files import NewFolder
 from torchtitan_graph.parallel.storage import Storage
-from torchtitan_graph.run import lock
+from torchtitan_graph.run import folder, lock
 
 
 def have_a_kibibyte_of_memory() -> None:
@@ -126,6 +129,32 @@ def lose_storage() -> None:
     lock.Lock._create = write  # type: ignore[assignment]
 
 
+def lose_folder_in_step_3() -> None:
+    """Give the lock of the run's folder a life of 0.8 s. In the third step, LOSE=taken lets another run take it,
+    LOSE=stopped stops this process for longer than that, and LOSE=hung lets the heartbeat wait for ever for its file
+    server."""
+    folder.HEARTBEAT_S = 0.05
+    folder.Lock = functools.partial(lock.Lock, stale_after_s=0.8)  # type: ignore[assignment, misc]
+
+    def lose(of: trainer.Trainer) -> None:
+        if of.step != 2 or of.rank:
+            return
+        of.checkpointer.wait()
+        how, path = os.environ["LOSE"], of.blueprint.dump_folder
+        if how == "stopped":
+            subprocess.Popen(["sh", "-c", f"sleep 1; kill -CONT {os.getpid()}"])
+            os.kill(os.getpid(), signal.SIGSTOP)
+        else:
+            if how == "hung":
+                os.utime = lambda *_: time.sleep(1000)  # type: ignore[assignment]
+                time.sleep(1)
+            (path / "run.lock").write_text('{"host": "other"}')
+            (path / "status.json").write_text('{"state": "the other one"}')
+            time.sleep(0.2)
+
+    once_data_is_taken(lose)
+
+
 def export_slowly_and_fail() -> None:
     """Let rank 0 take longer over the first file than a collective of training may, and find no room for it."""
 
@@ -143,6 +172,7 @@ def once_data_is_taken(act: Callable[[trainer.Trainer], None]) -> None:
     def step(self: trainer.Trainer, metrics: Any) -> bool:
         def take_and_act(feed: Feed) -> Any:
             taken = take(feed)
+            stop.begin_steps()  # which is what the step does then
             act(self)
             return taken
 
@@ -170,14 +200,14 @@ def pause_in_step_4() -> None:
 
 
 def signal_in_setup() -> None:
-    """Send SIGNAL when the run has its folder, before it builds its steps."""
-    init = trainer.Trainer.__init__
+    """Send SIGNAL when the run has its folder and its data, before it builds its steps."""
+    build = trainer.Trainer._build_steps
 
-    def send_and_set_up(self: trainer.Trainer, *args: Any) -> None:
+    def send_and_build(self: trainer.Trainer) -> Any:
         os.kill(os.getpid(), signal.Signals[os.environ["SIGNAL"]])
-        init(self, *args)
+        return build(self)
 
-    trainer.Trainer.__init__ = send_and_set_up  # type: ignore[method-assign]
+    trainer.Trainer._build_steps = send_and_build  # type: ignore[method-assign]
 
 
 def signal_in_step_3() -> None:
@@ -192,6 +222,39 @@ def signal_in_step_3() -> None:
                 os.kill(os.getpid(), number)
 
     once_data_is_taken(send_and_go_on)
+
+
+def signal_in_validation() -> None:
+    """Send SIGTERM to the last rank alone before the second microbatch of a validation, or the second token of samples;
+    append a line to the file SEEN for each that is begun."""
+    evaluate, next_logits = trainer.Trainer._validation_feed, Decoding.next_logits
+
+    def see(is_begun: bool) -> None:
+        with open(os.environ["SEEN"], "a") as seen:
+            print(file=seen)
+        if is_begun and dist.get_rank() == dist.get_world_size() - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def feed_and_send(self: trainer.Trainer, *args: Any) -> Feed:
+        feed = evaluate(self, *args)
+        take, calls = feed.next, itertools.count()
+
+        def take_and_send() -> Any:
+            if self.step:  # not at start, where its data is checked
+                see(next(calls) == 1)
+            return take()
+
+        feed.next = take_and_send  # type: ignore[method-assign]
+        return feed
+
+    tokens = itertools.count()
+
+    def choose_and_send(self: Decoding) -> torch.Tensor:
+        see(next(tokens) == 1)
+        return next_logits(self)
+
+    trainer.Trainer._validation_feed = feed_and_send  # type: ignore[method-assign]
+    Decoding.next_logits = choose_and_send  # type: ignore[method-assign]
 
 
 def lose_rank_1_in_step_4() -> None:

@@ -4,9 +4,12 @@ import json
 import os
 import re
 import socket
+import time
 from pathlib import Path
 
-from runs import TINY, train
+import patched_train
+import pytest
+from runs import EAGER, TINY, records, saved_steps, start, train
 
 from torchtitan_graph.config import dump_toml, load
 from torchtitan_graph.run.lock import Lock
@@ -14,12 +17,31 @@ from torchtitan_graph.run.lock import Lock
 
 def test_second_run_in_a_folder_is_refused(tmp_path: Path) -> None:
     lock = Lock(tmp_path)
-    code, output = train("--job.dump_folder", str(tmp_path))
+    run = start("--job.dump_folder", str(tmp_path))
+    while any(process.is_alive() for process in run.processes):
+        assert lock.beat()
+        time.sleep(0.1)
+    code, output = run.finish()
     assert code == 2, output
     assert f"a run holds it, process {os.getpid()} on {socket.gethostname()}" in output
     assert "Traceback" not in output
     assert [path.name for path in tmp_path.iterdir()] == ["run.lock"], "something was written"
     lock.release()
+
+
+@pytest.mark.parametrize(("how", "ranks"), [("taken", 2), ("stopped", 1), ("hung", 1)])
+def test_a_run_that_has_lost_its_folder_ends_after_its_step_and_writes_nothing_there(
+    how: str, ranks: int, tmp_path: Path
+) -> None:
+    options = ["--job.dump_folder", str(tmp_path), "--checkpoint.interval", "2", *EAGER]
+    code, output = train(*options, ranks=ranks, patch=patched_train.lose_folder_in_step_3, LOSE=how)
+    assert code == 7, output
+    assert "this run has lost its folder" in output and "Traceback" not in output
+    assert [record["step"] for record in records(tmp_path)] == [1, 2]
+    assert saved_steps(tmp_path) == [2] and not (tmp_path / "failures").exists()
+    if how != "stopped":  # then nobody has taken it
+        assert (tmp_path / "run.lock").read_text() == '{"host": "other"}'
+        assert (tmp_path / "status.json").read_text() == '{"state": "the other one"}'
 
 
 def test_resuming_refuses_another_model_and_names_what_changed(tmp_path: Path) -> None:

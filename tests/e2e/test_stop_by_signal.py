@@ -40,6 +40,44 @@ def test_run_that_a_signal_stopped_goes_on_bitwise(mode: str, reference: tuple[P
     assert not (tmp_path / "run.lock").exists()
 
 
+def validations(folder: Path) -> dict[int, float]:
+    return {record["step"]: record["validation_loss"] for record in records(folder) if "validation_loss" in record}
+
+
+LONG_VALIDATION = ["--validation.enable", "--validation.freq", "3", "--validation.steps", "20", *EAGER]
+
+
+@pytest.mark.parametrize(
+    ("steps", "ranks"), [(4, 1), pytest.param(4, 2, marks=pytest.mark.slow), pytest.param(3, 1, marks=pytest.mark.slow)]
+)
+def test_signal_in_validation_ends_that_at_once_and_the_resumed_run_does_it(
+    steps: int, ranks: int, tmp_path: Path
+) -> None:
+    whole, stopped, seen = tmp_path / "whole", tmp_path / "stopped", tmp_path / "seen"
+    options = [*LONG_VALIDATION, "--training.steps", str(steps), "--checkpoint.last_save_model_only"]
+    assert train("--job.dump_folder", str(whole), *options, ranks=ranks).code == 0
+    options += ["--job.dump_folder", str(stopped)]
+    code, output = train(*options, ranks=ranks, patch=patched_train.signal_in_validation, SEEN=str(seen))
+    assert code == 0 and "stopped by SIGTERM after step 3" in output, output
+    assert len(seen.read_text()) < 6 * ranks and not validations(stopped)
+    assert status(stopped)["state"] == "stopped" and saved_steps(stopped)[-1] == 3
+
+    code, output = train(*options, ranks=ranks)
+    assert code == 0, output
+    assert validations(stopped) == validations(whole) and len(validations(whole)) == (1 if steps == 3 else 2)
+    assert numbers(stopped) == numbers(whole) and saved(stopped, steps) == saved(whole, steps)
+    assert status(stopped)["state"] == "finished"
+
+
+def test_signal_in_samples_ends_those_at_once(tmp_path: Path) -> None:
+    seen, run = tmp_path / "seen", tmp_path / "run"
+    options = ["--job.dump_folder", str(run), "--samples.prompts", "import os,def f(", "--samples.freq", "2", *EAGER]
+    code, output = train(*options, "--samples.length", "40", patch=patched_train.signal_in_validation, SEEN=str(seen))
+    assert code == 0 and "stopped by SIGTERM after step 2" in output, output
+    assert len(seen.read_text()) < 6 and not any("samples" in record for record in records(run))
+    assert saved_steps(run) == [2]
+
+
 def test_second_ctrl_c_ends_at_once_and_a_signal_in_the_last_step_changes_nothing(tmp_path: Path) -> None:
     options = {"patch": patched_train.signal_in_step_3, "SIGNAL": "SIGINT", "SIGNAL_AGAIN_AFTER": "1.5"}
     code, output = train("--job.dump_folder", str(tmp_path), *EAGER, **options)
@@ -80,7 +118,10 @@ runpy.run_module("torchtitan_graph.train", run_name="__main__")
 
 
 def test_signal_in_set_up_ends_the_run_in_order(tmp_path: Path) -> None:
-    code, output = train("--job.dump_folder", str(tmp_path), patch=patched_train.signal_in_setup, SIGNAL="SIGTERM")
+    validates = ["--validation.enable"]  # its first microbatch is looked at before the steps are built
+    code, output = train(
+        "--job.dump_folder", str(tmp_path), *validates, patch=patched_train.signal_in_setup, SIGNAL="SIGTERM"
+    )
     assert code == 128 + signal.SIGTERM, output
     assert output.count("stopped by SIGTERM before the first step") == 1 and "Traceback" not in output
     assert (status(tmp_path)["state"], status(tmp_path)["reason"]) == ("stopped", "SIGTERM")

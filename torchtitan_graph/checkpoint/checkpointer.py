@@ -32,7 +32,7 @@ from torchtitan_graph.checkpoint.save import SaveError, Saver
 from torchtitan_graph.checkpoint.tensors import load_tensors, saved_tensors
 from torchtitan_graph.checkpoint.whole import Held, find_gaps, held_by_all, parts_of, unite
 from torchtitan_graph.config import job
-from torchtitan_graph.errors import UserError
+from torchtitan_graph.errors import FolderLost, UserError
 from torchtitan_graph.log import logger
 from torchtitan_graph.parallel.agree import RanksFailed, files_group, on_all_ranks, on_rank_0
 from torchtitan_graph.parallel.chunk import Chunk, chunk_of
@@ -42,7 +42,7 @@ DUE, FAILED = 1, 2  # a rank's flags, which all ranks gather in every step: see 
 # The parts of the trainer's state, by their names in checkpoint.exclude_from_loading.
 TRAINER_PARTS = {
     "dataloader": ("data",),
-    "train_state": ("step", "tokens_seen", "tokens_by_source", "best", "rng", "leaps"),
+    "train_state": ("step", "tokens_seen", "tokens_by_source", "best", "is_unvalidated", "rng", "leaps"),
 }
 
 # Suffix of the buffers with float8 delayed scaling's history of earlier steps. A resumed run needs them; a model is
@@ -87,6 +87,8 @@ class Checkpointer:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, FolderLost):
+            return  # a save may hang in a file system that does not answer
         try:
             self.saver.wait()
         except SaveError as failure:
@@ -103,7 +105,8 @@ class Checkpointer:
     def check_flags(self, by_rank: list[int]) -> None:
         """Apply the flags that all ranks gathered in this step. Rank 0's clock counts for all.
 
-        If a save failed, raises SaveError on all ranks in the same step, so that none waits for the others.
+        If a save failed, raises SaveError on all ranks in the same step, so that none waits for the others; FolderLost
+        if it found that the folder is another run's.
         """
         self._time_is_up = bool(by_rank[0] & DUE)
         if failed := [rank for rank, flags in enumerate(by_rank) if flags & FAILED]:

@@ -26,7 +26,7 @@ from torchtitan_graph.checkpoint.folder import (
 from torchtitan_graph.checkpoint.remote import upload
 from torchtitan_graph.checkpoint.tensors import save_tensors
 from torchtitan_graph.config import job
-from torchtitan_graph.errors import UserError
+from torchtitan_graph.errors import FolderLost, UserError
 from torchtitan_graph.log import logger
 from torchtitan_graph.parallel.agree import RanksFailed, describe, gather_from_ranks, on_all_ranks, on_rank_0
 from torchtitan_graph.parallel.chunk import Chunk, chunk_of
@@ -47,7 +47,8 @@ class Saver:
     With `checkpoint.async_mode` other than "disabled", a thread writes a copy in the host's memory, through the process
     group `group`, which nothing else uses meanwhile. Its error is raised by the next `save` or `wait`, on all ranks or
     on none, as a save fails. `run_config` is written next to the tensors. `unfinished` is the suffix of a folder that
-    is being written.
+    is being written. `check` is called by rank 0 before each change to the folder of checkpoints, and raises FolderLost
+    where that is another run's.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Saver:
         self.config, self.unfinished = config, unfinished
         self.run_config = run_config
         self.group = group
+        self.check: Callable[[], None] = lambda: None
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self._thread = ThreadPoolExecutor(1, "save", _set_gpu()) if config.async_mode != "disabled" else None
         self._buffers: dict[str, torch.Tensor] = {}
@@ -119,26 +121,37 @@ class Saver:
         """Write a checkpoint. See Note [Atomic save]."""
         tmp, group = path.with_suffix(self.unfinished), self.group
         with self._removed_if_unfinished(tmp), _as_save_error(path):
-            on_rank_0(lambda: prepare(tmp), group)
+            self._on_rank_0(lambda: prepare(tmp))
             save_tensors(tmp, chunks, group)
             sums = gather_from_ranks(lambda: _sums_of_this_rank(tmp), group)
-            on_rank_0(lambda: write_train_state(tmp, train_state), group)
+            self._on_rank_0(lambda: write_train_state(tmp, train_state))
             if self.run_config:
-                on_rank_0(lambda: write_text(tmp / CONFIG, self.run_config), group)
-            on_rank_0(lambda: write_manifest(tmp, {name: crc for part in sums for name, crc in part.items()}), group)
-            on_rank_0(lambda: commit(tmp), group)
+                self._on_rank_0(lambda: write_text(tmp / CONFIG, self.run_config))
+            self._on_rank_0(lambda: write_manifest(tmp, {name: crc for part in sums for name, crc in part.items()}))
+            self._on_rank_0(lambda: commit(tmp))
             keep_best = self.config.keep_best
-            on_rank_0(lambda: write_best(path.parent, train_state["train_state"] if keep_best else {}), group)
-            on_rank_0(lambda: prune(path, self.config.keep_latest_k, self.config.keep_every, keep_best), group)
+            self._on_rank_0(lambda: write_best(path.parent, train_state["train_state"] if keep_best else {}))
+            self._on_rank_0(lambda: prune(path, self.config.keep_latest_k, self.config.keep_every, keep_best))
         logger.info(f"saved checkpoint {path} in {time.perf_counter() - begin:.1f} s")
         if self.config.remote_folder is not None:
             self._upload(path, last)
+
+    def _on_rank_0(self, change: Callable[[], None]) -> None:
+        """Let rank 0 change the folder of checkpoints, if it is still this run's."""
+
+        def check_and_change() -> None:
+            self.check()
+            change()
+
+        on_rank_0(check_and_change, self.group)
 
     @contextmanager
     def _removed_if_unfinished(self, tmp: Path) -> Iterator[None]:
         """Delete the partial folder of a failed save: where the disk is full, a restart needs the space."""
         try:
             yield
+        except FolderLost:
+            raise  # the other run may be writing in a folder of that name
         except BaseException:
             if self.rank == 0:
                 shutil.rmtree(tmp, ignore_errors=True)
@@ -146,6 +159,7 @@ class Saver:
 
     def _upload(self, path: Path, last: bool) -> None:
         """Upload a checkpoint to checkpoint.remote_folder. A failure is logged; that of the last one is raised."""
+        on_rank_0(self.check, self.group)
         try:
             upload(path, self.config, self.group)
         except Exception as error:

@@ -9,7 +9,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchtitan_graph import stop
 from torchtitan_graph.data.batch import IGNORE_INDEX, Batch, counts_of
 from torchtitan_graph.data.loader import DataLoader
 from torchtitan_graph.parallel.layout import Layout
@@ -81,7 +80,6 @@ class Feed:
             divisor = divisor.clamp(min=1) if self._keep_empty else divisor
             # A rank with targets needn't read the sum, for which it would wait.
             if own or self._keep_empty or num_tokens > 0:
-                stop.begin_steps()
                 batches = self._copied or [batch.to(self._device, non_blocking=True) for batch in on_host]
                 found = Microbatches(batches, on_host, num_tokens, divisor, totals)
             self._copied = []

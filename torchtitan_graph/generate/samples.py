@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 
 import torch
@@ -11,6 +11,7 @@ from torchtitan_graph.config import job
 from torchtitan_graph.data.tokenizer import Tokenizer
 from torchtitan_graph.generate.generation import Options, check_length, generate, to_tokens
 from torchtitan_graph.generate.sampling import Sampling
+from torchtitan_graph.generate.texts import Text
 from torchtitan_graph.models.layers.decoder import Decoder
 from torchtitan_graph.parallel.gather import gathered_for_forward
 from torchtitan_graph.parallel.layout import TP, Layout
@@ -33,21 +34,35 @@ class Samples:
         check_length(model, self._tokens, config.length, "samples.length")
         self._options = Options(Sampling(config.temperature), config.length, frozenset(ends))
 
-    def write(self, layout: Layout, dtype: torch.dtype, device: torch.device, is_eager: bool) -> list[str]:
+    def write(
+        self,
+        layout: Layout,
+        dtype: torch.dtype,
+        device: torch.device,
+        is_eager: bool,
+        is_to_stop: Callable[[], bool],
+    ) -> list[str] | None:
         """Return the continuations; all ranks together. Nothing that training reads changes, random numbers included.
 
         Args:
             dtype: of the gathered parameters that are floats.
             is_eager: the model gathers its parameters itself.
+            is_to_stop: called after each token, on all ranks together; if it returns true, the result is None.
         """
-        model, options = self._model, self._options.in_parts(layout.degree(TP))
-        batches = [self._tokens] if model.mixes_documents is None else [[tokens] for tokens in self._tokens]
+        model = self._model
         with nullcontext() if is_eager else gathered_for_forward(model, model.blocks, dtype, device):
-            texts = [
-                text.text
-                for batch in batches
-                for text, _ in list(generate(model, self._tokenizer, batch, options, device))[-1]
-            ]
+            texts = self._write(self._options.in_parts(layout.degree(TP)), device, is_to_stop)
         if is_eager:
             reshard_eager(model)
+        return texts
+
+    def _write(self, options: Options, device: torch.device, is_to_stop: Callable[[], bool]) -> list[str] | None:
+        batches = [self._tokens] if self._model.mixes_documents is None else [[tokens] for tokens in self._tokens]
+        texts: list[str] = []
+        for batch in batches:
+            found: list[tuple[Text, str]] = []
+            for found in generate(self._model, self._tokenizer, batch, options, device):  # noqa: B007  (the last)
+                if is_to_stop():
+                    return None
+            texts += [text.text for text, _ in found]
         return texts

@@ -80,8 +80,8 @@ class Leaps:
         return limit(self._losses, self.threshold), limit(self._norms, self.threshold)
 
     def add(self, step: int, loss: float, grad_norm: float, skipped: bool) -> None:
-        """Add a step, and log it if it was skipped; on rank 0."""
-        if skipped:
+        """Add a step, and warn on rank 0 if it was skipped."""
+        if skipped and not (dist.is_initialized() and dist.get_rank()):
             limits = " and ".join(f"{x:.4g}" for x in self.limits())
             logger.warning(
                 f"step {step} is skipped: its loss {loss:.4g} or its gradient norm {grad_norm:.4g} is above {limits}, "

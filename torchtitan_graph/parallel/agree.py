@@ -9,6 +9,7 @@ import pickle
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from torchtitan_graph.transient import is_transient
@@ -46,6 +47,33 @@ def counting_group() -> dist.ProcessGroup | None:
 @functools.cache
 def _gloo_group(world: dist.ProcessGroup, timeout: datetime.timedelta) -> dist.ProcessGroup:
     return dist.new_group(backend="gloo", timeout=timeout)
+
+
+class LateMax:
+    """The greatest of the numbers that the ranks give in one call of `exchange`, known in the next, so that no host
+    waits for its device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._here: torch.Tensor | None = None
+        self._copied: torch.cuda.Event | None = None
+
+    def exchange(self, mine: int) -> int:
+        """Give this rank's number, at least 0; return the greatest of all ranks' in the call before, 0 in the first
+        call. All ranks call together."""
+        before = self._wait()
+        most = torch.full((), mine, device=self._device)
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        self._here = most.to("cpu", non_blocking=True)  # from a GPU into pinned memory
+        if most.is_cuda:
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+        return before
+
+    def _wait(self) -> int:
+        if self._copied is not None:
+            self._copied.synchronize()
+        return 0 if self._here is None else int(self._here)
 
 
 def on_rank_0(function: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:

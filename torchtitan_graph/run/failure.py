@@ -20,7 +20,7 @@ from torchtitan_graph.stop import write_record
 FOLDER = "failures"
 RESERVE, RESERVED = "run.reserve", 64 * 2**10  # a folder with a file of so many bytes, for failures on a full disk
 # Exit codes of the trainer and of the preflight.
-FAULT, CONFIGURATION, NON_FINITE, SAVE_FAILED, BAD_NODE, STORAGE_UNAVAILABLE = 1, 2, 3, 4, 5, 6
+FAULT, CONFIGURATION, NON_FINITE, SAVE_FAILED, BAD_NODE, STORAGE_UNAVAILABLE, FOLDER_LOST = 1, 2, 3, 4, 5, 6, 7
 FINAL = (CONFIGURATION, NON_FINITE, SAVE_FAILED)  # another attempt would fail the same way
 
 

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,14 +15,15 @@ from torchtitan_graph.transient import is_transient
 T = TypeVar("T")
 
 
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
+def write_json(path: Path, content: Mapping[str, Any], check: Callable[[], None] = lambda: None) -> None:
     """Write an object as JSON like `write_text`; where the disk has no room for a second file, overwrite the first."""
     text = json.dumps(content, indent=1) + "\n"
     try:
-        write_text(path, text)
+        write_text(path, text, check)
     except OSError as error:
         if error.errno not in FULL or not path.is_file():
             raise
+        check()
         with path.open("r+", encoding="utf-8") as file:
             file.write(text)
             file.truncate()

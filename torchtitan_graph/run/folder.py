@@ -14,7 +14,7 @@ from torchtitan_graph.checkpoint.remote import Remote, using
 from torchtitan_graph.config import JobConfig, dump_toml, run_folder
 from torchtitan_graph.config.job import replica_folder
 from torchtitan_graph.device import device_type, peak_memory_gib
-from torchtitan_graph.errors import UserError
+from torchtitan_graph.errors import FolderLost, UserError
 from torchtitan_graph.log import logger
 from torchtitan_graph.parallel.agree import files_group, on_rank_0
 from torchtitan_graph.patience import refuse_unreadable, refuse_unwritable, retry_io
@@ -34,6 +34,8 @@ from torchtitan_graph.run.status import (
 )
 from torchtitan_graph.small_files import BadFile, read_small, write_text
 
+HEART_ENDS_S = 10.0  # a heartbeat that is under way, where the file server answers
+
 
 class RunFolder:
     """The lock on the run's folder, with heartbeat and status; every rank constructs one, rank 0's does the work.
@@ -45,27 +47,28 @@ class RunFolder:
         self.path = run_folder(config)
         self.status: Status | None = None
         self.planned = ""  # the forecast of rank 0's peak memory, in words, for the line at the end
+        self._lock: Lock | None = None  # rank 0's
         on_rank_0(lambda: retry_io(lambda: self._open(config)), files_group())
 
     def _open(self, config: JobConfig) -> None:
         with refuse_unwritable(f"job.dump_folder = {config.job.dump_folder!r}", self.path):
-            self._lock = Lock(self.path)
+            self._lock = lock = Lock(self.path)
             self._ended = threading.Event()
-            self._heart = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+            self._heart = threading.Thread(target=self._beat, args=(lock,), name="heartbeat", daemon=True)
             self._heart.start()
             try:
                 reserve(self.path)
                 self._compare(config, self.path / CONFIG)
-                self.status = Status(self.path, config.training.steps)
+                self.status = Status(self.path, config.training.steps, self.check_lock)
             except BaseException:
                 self._stop_heart()
                 release_reserve(self.path)
-                self._lock.release()
+                lock.release()
                 raise
 
     def _stop_heart(self) -> None:
         self._ended.set()
-        self._heart.join()
+        self._heart.join(HEART_ENDS_S)
 
     def _compare(self, config: JobConfig, file: Path) -> None:
         """Compare the configuration with those that the run saved, in its folder and at its remote address."""
@@ -89,6 +92,7 @@ class RunFolder:
         on_rank_0(lambda: retry_io(lambda: self._write_config(config, self.path / CONFIG)), files_group())
 
     def _write_config(self, config: JobConfig, file: Path) -> None:
+        self.check_lock()
         with refuse_unwritable(f"job.dump_folder = {config.job.dump_folder!r}", self.path):
             write_text(file, dump_toml(config))
         table = config.checkpoint
@@ -96,15 +100,27 @@ class RunFolder:
             with using("remote_folder", table.remote_folder):
                 Remote(table.remote_folder).put(file.parent, [file.name])
 
-    def _beat(self) -> None:
+    def _beat(self, lock: Lock) -> None:
         while not self._ended.wait(HEARTBEAT_S):
             try:
-                if not self._lock.beat():
-                    logger.error(f"{self._lock.path} was deleted or taken over: another run may write to {self.path}")
+                if not lock.beat():
+                    lock.check()  # raises why
                 if self.status is not None:
                     self.status.write()
-            except OSError as error:  # a full disk, an unreachable file server: training continues
+            except FolderLost as error:
+                logger.error(f"{error}; this run ends after its step")
+                return
+            except OSError as error:  # a full disk, a file server that is away: training continues for a while
                 logger.warning(f"no heartbeat in {self.path}: {error}")
+
+    def has_lost(self) -> bool:
+        """Return whether rank 0 knows that the folder is lost, see Note [The lock of a folder]; no file is read."""
+        return self._lock is not None and self._lock.why_lost() != ""
+
+    def check_lock(self) -> None:
+        """Raise FolderLost on rank 0, which looks at the lock, if the folder is lost: before every write to it."""
+        if self._lock is not None:
+            self._lock.check()
 
     @contextmanager
     def during(self, activity: str) -> Iterator[None]:
@@ -130,7 +146,7 @@ class RunFolder:
         begin = warned = time.monotonic()
         with self.status.during(WAITING):
             self.status.write()  # the others look for it
-            while not stop.received() and (now := time.monotonic()) < begin + most_s:
+            while not stop.received() and not self.has_lost() and (now := time.monotonic()) < begin + most_s:
                 doing = [activity_of(path) for path in others]
                 if all(each == WAITING for each in doing) or {*doing} - {None, STARTUP, WAITING}:
                     break
@@ -155,21 +171,26 @@ class RunFolder:
 
     def close(self, state: str, reason: str = "") -> None:
         """Write the last status, log where time and memory went, and release the folder; an error is a warning."""
-        if self.status is None:
+        if self.status is None or self._lock is None:
             return
         self._stop_heart()
-        release_reserve(self.path)
         try:
+            if self._heart.is_alive():
+                raise TimeoutError("the last heartbeat has not ended")
+            self._lock.check()
+            release_reserve(self.path)
             self.status.write(state, reason)
-        except OSError as error:
+            with suppress(OSError):  # traces of a hung step are in it, or it is not there
+                (self.path / TRACES).rmdir()
+        except (OSError, FolderLost) as error:
             logger.warning(f"that this run is {state} is not written to {self.path}: {error}")
         if self.status.has_steps:
             of = "reserved by the allocator" if device_type() == "cuda" else "of the whole process"
             peak = f"peak memory of rank 0: {self.planned}measured {peak_memory_gib():.3f} GiB {of}"
             (logger.warning if state == FAILED else logger.info)(f"{self.status.goodput()}; {peak}")
         self.status = None
-        with suppress(OSError):  # traces of a hung step are in it, or it is not there
-            (self.path / TRACES).rmdir()
+        if self._heart.is_alive():
+            return
         try:
             self._lock.release()
         except OSError as error:

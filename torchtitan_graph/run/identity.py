@@ -2,6 +2,8 @@
 
 import os
 import socket
+import sys
+from pathlib import Path
 from typing import Annotated, TypedDict
 
 from msgspec import Meta
@@ -39,6 +41,20 @@ def identity() -> Identity:
             int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0),
         ],
     }
+
+
+def processes() -> str:
+    """Return a name for the processes among which a process id means the same one as it does here: those of one boot of
+    one machine, in one namespace, such as a container's; "" if that is not known."""
+    if sys.platform != "linux":
+        return sys.platform  # it has no namespaces
+    try:
+        if os.readlink("/proc/self") != str(os.getpid()):  # /proc is another namespace's
+            return ""
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"boot {boot}, {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
 
 
 def describe(who: Identity) -> str:

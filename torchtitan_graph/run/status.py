@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -60,11 +60,12 @@ def read_status(folder: Path) -> Written | None:
 class Status:
     """The status of a run over all its restarts, written by rank 0 at each heartbeat and at the end.
 
-    Two threads use it: the trainer's, which records its progress, and the heartbeat's.
+    Two threads use it: the trainer's, which records its progress, and the heartbeat's. `check` is called before each
+    replacement of the file, and raises where nothing may be written any more.
     """
 
-    def __init__(self, folder: Path, total_steps: int) -> None:
-        self._path = folder / NAME
+    def __init__(self, folder: Path, total_steps: int, check: Callable[[], None] = lambda: None) -> None:
+        self._path, self._check = folder / NAME, check
         self._mutex = threading.Lock()
         before = read_status(folder)
         seconds = before["seconds"] if before else {}
@@ -149,7 +150,7 @@ class Status:
                 "seconds": self._seconds,
                 "times": {name: _readable(seconds) for name, seconds in self._seconds.items()},
             }
-            write_json(self._path, self._content)
+            write_json(self._path, self._content, self._check)
 
     def _seconds_left(self) -> float | None:
         """Return the seconds left, at this process's mean seconds per step, saves and validations included."""

@@ -16,6 +16,7 @@ from torchtitan_graph.checkpoint import Checkpointer, SaveError
 from torchtitan_graph.checkpoint import save as saving
 from torchtitan_graph.checkpoint.checkpointer import DUE, FAILED, tensors_of
 from torchtitan_graph.config import job
+from torchtitan_graph.errors import FolderLost
 from torchtitan_graph.log import logger
 from torchtitan_graph.optim import build_lr_scheduler, build_optimizer
 
@@ -109,6 +110,42 @@ def test_a_save_that_is_due_while_one_runs_waits_for_it(
     assert "waiting for the last checkpoint to be written" in caplog.messages
     run.wait()
     assert (tmp_path / "step-2").is_dir()
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+@pytest.mark.parametrize("point", ["prepare", "commit", "prune"])
+def test_a_save_whose_folder_is_lost_amid_it_leaves_the_other_run_s_files_alone(
+    point: str, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder is lost before one of the save's changes, and another run has begun a save of the same step."""
+    run = checkpointer_of(tmp_path, async_mode=mode, keep_latest_k=1)
+    run.save(1, {})
+    run.wait()
+    before = {"prepare": "none", "commit": "write_manifest", "prune": "write_best"}[point]
+    is_lost = point == "prepare"
+
+    def check() -> None:
+        if is_lost:
+            raise FolderLost("lost")
+
+    def lose_after(function: Callable[..., None]) -> Callable[..., None]:
+        def work(*args: Any) -> None:
+            nonlocal is_lost
+            function(*args)
+            is_lost = True
+            (tmp_path / "step-2.tmp").mkdir(exist_ok=True)
+
+        return work
+
+    if not is_lost:
+        monkeypatch.setattr(saving, before, lose_after(getattr(saving, before)))
+    run.saver.check = check
+    with pytest.raises(FolderLost), run:
+        run.save(2, {})
+        run.wait()
+    assert (tmp_path / "step-1").is_dir(), "it was pruned"
+    assert (tmp_path / "step-2.tmp").is_dir() == (point != "prepare")
+    assert (tmp_path / "step-2").is_dir() == (point == "prune")
 
 
 def test_the_last_save_is_waited_for(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from torchtitan_graph.launch.kubernetes import GROUP
-from torchtitan_graph.run.failure import BAD_NODE, FINAL, STORAGE_UNAVAILABLE
+from torchtitan_graph.run.failure import BAD_NODE, FINAL, FOLDER_LOST, STORAGE_UNAVAILABLE
 from torchtitan_graph.small_files import read_toml
 
 REPOSITORY = Path(__file__).parents[3]
@@ -88,7 +88,7 @@ def test_the_skypilot_task_uses_what_skypilot_documents() -> None:
 
 def test_the_skypilot_task_recovers_from_what_may_pass() -> None:
     codes = skypilot_task()["resources"]["job_recovery"]["recover_on_exit_codes"]
-    assert {BAD_NODE, STORAGE_UNAVAILABLE, 143} == set(codes) and not set(codes) & set(FINAL)
+    assert {BAD_NODE, STORAGE_UNAVAILABLE, FOLDER_LOST, 143} == set(codes) and not set(codes) & set(FINAL)
 
 
 @pytest.mark.parametrize(

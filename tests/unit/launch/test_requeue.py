@@ -5,6 +5,7 @@ import json
 import os
 import re
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 from disks import fill, small_disk
 from torchtitan_graph.launch import requeue
 from torchtitan_graph.launch.requeue import MAX_FRUITLESS, VARIABLES, Decision, begin_attempt, end_attempt
+from torchtitan_graph.run import lock as lock_module
 from torchtitan_graph.run.failure import FAULT
 
 NODES = ["n1", "n2"]
@@ -222,15 +224,21 @@ def test_node_that_fails_twice_is_excluded(job: FakeJob) -> None:
     assert job.end().exclude == ["n2"]
 
 
-def test_job_in_a_folder_that_another_run_has_stops_and_writes_nothing(job: FakeJob) -> None:
+def test_job_in_a_folder_that_another_run_has_stops_and_writes_nothing(
+    job: FakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lock_module, "SEEN_WITHIN_S", 0.2)
+    monkeypatch.setattr(lock_module, "LOOK_EVERY_S", 0.02)
     job.folder.mkdir(exist_ok=True)
     lock = job.folder / "run.lock"
     lock.write_text(json.dumps({"host": "elsewhere", "pid": 1, "job_id": "6", "attempt": [0, 0]}))
+    heart = threading.Timer(0.05, os.utime, [lock])
+    heart.start()
     assert begin_attempt(job.folder, "7", 0, NODES, []) == Decision(False, f"another run has {job.folder}", [])
+    heart.join()
     assert sorted(path.name for path in job.folder.iterdir()) == ["failures", "run.lock"]
     assert begin_attempt(job.folder, "6", 0, NODES, []).again  # the lock is this job's
-    os.utime(lock, (0, 0))
-    assert begin_attempt(job.folder, "7", 0, NODES, []).again  # its heartbeat is old
+    assert begin_attempt(job.folder, "7", 0, NODES, []).again  # no heartbeat comes
 
 
 def test_another_job_in_the_folder_begins_anew(job: FakeJob) -> None:

@@ -4,6 +4,8 @@ import json
 import logging
 import math
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -61,9 +63,9 @@ def test_0_is_never(caplog: pytest.LogCaptureFixture) -> None:
     assert caplog.messages == []
 
 
-def compare(rank_times: list[tuple[float, float]], share: float) -> tuple[dict[str, float], list[str]]:
-    import torch.distributed as dist
-
+@contextmanager
+def heard() -> Iterator[list[str]]:
+    """Yield the list of what is logged, in a process without pytest."""
     said: list[str] = []
 
     class Keep(logging.Handler):
@@ -72,10 +74,16 @@ def compare(rank_times: list[tuple[float, float]], share: float) -> tuple[dict[s
 
     handler = Keep()
     logger.addHandler(handler)
-    work_s, data_s = rank_times[dist.get_rank()]
-    found = compare_ranks(7, 4.0, work_s, data_s, share)
+    yield said
     logger.removeHandler(handler)
-    return found, said
+
+
+def compare(rank_times: list[tuple[float, float]], share: float) -> tuple[dict[str, float], list[str]]:
+    import torch.distributed as dist
+
+    work_s, data_s = rank_times[dist.get_rank()]
+    with heard() as said:
+        return compare_ranks(7, 4.0, work_s, data_s, share), said
 
 
 def test_the_slowest_rank_is_found_by_all_and_told_by_one() -> None:
@@ -102,6 +110,17 @@ def test_a_step_is_skipped_where_the_alarm_would_ring() -> None:
         leaps.add(step, value, 2 * value, False)
     of_loss, of_norm = leaps.limits()
     assert 3.5 < of_loss < 5 and of_norm == pytest.approx(2 * of_loss)
+
+
+def skip() -> list[str]:
+    with heard() as said:
+        Leaps(10.0).add(3, 1.0, 2.0, skipped=True)
+    return said
+
+
+def test_one_rank_tells_of_a_skipped_step() -> None:
+    (told,), silent = run_on(2, skip)
+    assert told.startswith("step 3 is skipped") and silent == []
 
 
 def test_a_lasting_rise_is_not_skipped_for_ever() -> None:

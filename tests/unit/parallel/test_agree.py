@@ -1,9 +1,11 @@
 """What fails on one rank is raised on all, and nobody waits."""
 
+import torch
 import torch.distributed as dist
 
 from pool import run_on
 from torchtitan_graph.parallel.agree import (
+    LateMax,
     describe_ranks,
     files_group,
     gather_from_ranks,
@@ -91,3 +93,12 @@ def test_one_process_needs_no_group() -> None:
 def test_a_thousand_failures_are_told_in_a_line() -> None:
     text = describe_ranks(dict.fromkeys(range(1000), "OSError: full"))
     assert text.startswith("rank 0: OSError: full; rank 1") and text.endswith("and 996 ranks more")
+
+
+def exchanged() -> list[int]:
+    late, rank = LateMax(torch.device("cpu")), dist.get_rank()
+    return [late.exchange(number) for number in (rank * 3, 7 - rank, 0, 0)]
+
+
+def test_the_greatest_of_all_ranks_numbers_is_known_one_call_later() -> None:
+    assert run_on(2, exchanged) == [[0, 3, 7, 0]] * 2

@@ -3,16 +3,20 @@
 import json
 import os
 import re
+import threading
+import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from disks import fill, set_read_only, small_disk
 from torchtitan_graph.config import load
-from torchtitan_graph.errors import UserError
+from torchtitan_graph.errors import FolderLost, UserError
 from torchtitan_graph.log import logger
 from torchtitan_graph.run import folder as folder_module
 from torchtitan_graph.run.folder import RunFolder, check_place
+from torchtitan_graph.run.lock import Lock
 from torchtitan_graph.run.status import FAILED, FINISHED
 
 
@@ -112,6 +116,40 @@ def test_the_lock_s_heart_beats_while_the_status_can_not_be_written(
     while not (tmp_path / "run.lock").stat().st_mtime or "no heartbeat in" not in caplog.text:
         pass
     run.close(FINISHED)
+
+
+def test_a_run_that_has_lost_its_folder_writes_nothing_there(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = run_in(tmp_path)
+    for name in ("run.lock", "status.json", "config.toml"):
+        (tmp_path / name).write_text("the other's")
+    assert not run.has_lost(), "nobody has looked yet"
+    with pytest.raises(FolderLost):
+        run.save_config(load([]))
+    with pytest.raises(FolderLost):
+        run.status.write()  # type: ignore[union-attr]
+    assert run.has_lost()
+    run.close(FINISHED)
+    assert "this run is finished is not written" in caplog.text
+    left = {path.name: path.read_text() for path in tmp_path.iterdir() if path.is_file() and path.suffix != ".tmp"}
+    assert left == dict.fromkeys(("run.lock", "status.json", "config.toml"), "the other's")
+
+
+def test_a_run_whose_file_server_hangs_ends_without_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its heartbeat waits for ever in a call of the system."""
+    hangs, answers = threading.Event(), threading.Event()
+    monkeypatch.setattr(folder_module, "HEARTBEAT_S", 0.01)
+    monkeypatch.setattr(folder_module, "HEART_ENDS_S", 0.05)
+    monkeypatch.setattr(folder_module, "Lock", partial(Lock, stale_after_s=0.2))
+    monkeypatch.setattr(os, "utime", lambda path: (hangs.set(), answers.wait(60)))
+    run = run_in(tmp_path)
+    assert hangs.wait(60)
+    while not run.has_lost():
+        time.sleep(0.01)
+    run.close(FINISHED)
+    answers.set()
+    assert "the last heartbeat has not ended" in caplog.text and (tmp_path / "run.lock").exists()
 
 
 def test_a_configuration_that_is_no_file_is_not_compared(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,6 +1,7 @@
 """Choice of the checkpoint to resume from: rank 0 chooses, then all ranks fetch it and check for damage."""
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,12 +19,13 @@ from torchtitan_graph.checkpoint.folder import (
     step_folder,
     step_of,
 )
-from torchtitan_graph.checkpoint.remote import Remote, fetch, using
+from torchtitan_graph.checkpoint.remote import Remote, Stored, fetch, using
 from torchtitan_graph.config import job
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
 from torchtitan_graph.parallel.agree import on_rank_0
-from torchtitan_graph.patience import why_unwritable
+from torchtitan_graph.patience import retry_io, why_unwritable
+from torchtitan_graph.transient import is_transient
 
 INITIAL = "initial"  # folder below the run's checkpoints, where checkpoint.initial_load_path is downloaded to
 
@@ -57,9 +59,12 @@ def choose_undamaged(
     """
     problems: dict[str, str] = {}
     while True:
+        choose = partial(_choose, folder, config, num_steps, problems, patience, unfinished)
         try:
-            choice = on_rank_0(lambda: _choose(folder, config, num_steps, problems, patience, unfinished), group)
+            choice = on_rank_0(partial(retry_io, choose), group)
         except OSError as error:
+            if is_transient(error):
+                raise
             raise UserError(f"job.dump_folder: {why_unwritable(folder, error)}") from error
         if choice is None:
             return None
@@ -203,7 +208,7 @@ def _find_remote(
     return found
 
 
-def _inspect(remote: Remote, path: Path, step: int) -> Candidate | str:
+def _inspect(remote: Stored, path: Path, step: int) -> Candidate | str:
     """Return the checkpoint at an address, to be downloaded to `path`, or its problem."""
     if problem := remote.find_problem():
         return problem
@@ -268,7 +273,7 @@ def _choose_initial(folder: Path, config: job.Checkpoint, problems: dict[str, st
     option = f"checkpoint.initial_load_path = {config.initial_load_path!r}"
     if fetched:
         with using("initial_load_path", place):
-            initial = _find_initial(Remote(place), Path(fetched[0]), problems)
+            initial = _find_initial(Remote(place).stored(), Path(fetched[0]), problems)
             inside = [remote.address for remote in Remote(place).list_steps().values()]
     else:
         path = Path(place)
@@ -286,7 +291,7 @@ def _choose_initial(folder: Path, config: job.Checkpoint, problems: dict[str, st
     return initial
 
 
-def _find_initial(remote: Remote, path: Path, problems: dict[str, str]) -> Candidate | str:
+def _find_initial(remote: Stored, path: Path, problems: dict[str, str]) -> Candidate | str:
     """Return the checkpoint at an address, or its copy at `path` if that has the same manifest, or its problem."""
     if remote.address in problems:
         return problems[remote.address]

@@ -193,10 +193,12 @@ def find_damage(path: Path, names: Iterable[str] | None = None) -> str | None:
 
 
 def find_damage_together(path: Path, group: dist.ProcessGroup | None) -> str | None:
-    """Run `find_damage` on all ranks, each with a part of the files."""
+    """Run `find_damage` on all ranks, each with a part of the files. Raises RanksFailed for transient errors alone."""
     try:
         found = gather_from_ranks(lambda: find_damage(path, part_of_rank(read_manifest(path))), group)
     except RanksFailed as error:
+        if is_transient(error):
+            raise  # an older checkpoint is no better
         return str(error)
     return next(filter(None, found), None)
 

@@ -6,6 +6,8 @@ deleted last: a folder with it and without a manifest is the leftover of a kille
 """
 
 import contextlib
+import functools
+import inspect
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
@@ -37,42 +39,127 @@ from torchtitan_graph.config import job
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
 from torchtitan_graph.parallel.agree import describe, on_all_ranks, on_rank_0
+from torchtitan_graph.patience import retry_io
 from torchtitan_graph.small_files import MAX_BYTES, sync
+from torchtitan_graph.transient import is_transient
 
 T = TypeVar("T")
+# Keys of what fsspec says of a file that change when it is written again, in one file system or another.
+_STAMPS = ("ETag", "LastModified", "etag", "md5Hash", "updated", "content_md5", "last_modified", "mtime", "created")
 
 
 class Remote:
     """A folder at an address: of a run's checkpoints, or of one of them.
 
-    Every method may raise any error of a file system that is unreachable or refuses.
+    Every method may raise any error of a file system that is unreachable or refuses; transient ones are retried first.
     """
 
     def __init__(self, address: str) -> None:
         self.address = address.removesuffix("/")
         self.fs, path = url_to_fs(self.address)  # cached: opening one again costs nothing
         self.path = path.rstrip("/")
+        # A store that lists all files with a prefix in one request has no folders; the others have, as disks do.
+        self._is_flat = "prefix" in inspect.signature(getattr(self.fs, "_find", self.fs.find)).parameters
+        self._read_before: dict[str, Any] = {}  # small files' content, by their place and stamp
 
-    def list_steps(self) -> dict[int, "Remote"]:
-        """Return the folders with a checkpoint's name in this folder, oldest first."""
-        steps = sorted(step for name in self.entries() if (step := step_of(name)) is not None)
-        return {step: Remote(f"{self.address}/step-{step}") for step in steps}
+    def list_steps(self) -> dict[int, "Stored"]:
+        """Return the checkpoints in this folder, oldest first, as one listing finds them. See `list_folders`."""
+        found = ((step_of(name), stored) for name, stored in self.list_folders().items())
+        return dict(sorted((step, stored) for step, stored in found if step is not None))
+
+    def list_folders(self) -> dict[str, "Stored"]:
+        """Return the folders in this one whose names begin with "step-", by name.
+
+        An object store is asked once for all of it.
+        """
+        begin = "step-"
+        if self._is_flat:
+            self.fs.invalidate_cache()  # other processes write here too
+            found = retry_io(lambda: self.fs.find(self.path, detail=True, prefix=begin))
+            parts = [(path.removeprefix(f"{self.path}/").split("/"), entry) for path, entry in found.items()]
+            files: dict[str, dict[str, Any]] = {}
+            for names, entry in parts:
+                if len(names) == 2 and names[0].startswith(begin):
+                    files.setdefault(names[0], {})[names[1]] = entry
+        else:
+            names = [name for name in self.entries() if name.startswith(begin)]
+            files = {name: Remote(f"{self.address}/{name}").entries() for name in names}
+        kept: dict[str, Any] = {}
+        folders = {name: Stored(f"{self.address}/{name}", entries, kept) for name, entries in files.items()}
+        for folder in folders.values():
+            kept |= {key: self._read_before[key] for key in folder.small_files() if key in self._read_before}
+        self._read_before = kept
+        return folders
+
+    def entries(self) -> dict[str, dict[str, Any]]:
+        """Return the entries of this folder by name, as fsspec describes them; none where there is no folder."""
+        # Not `find` or `glob`, for which unreachable storage is an empty folder.
+        self.fs.invalidate_cache()  # other processes write here too
+        try:
+            entries = retry_io(lambda: self.fs.ls(self.path, detail=True))
+        except FileNotFoundError:
+            return {}
+        return {entry["name"].rstrip("/").rpartition("/")[2]: entry for entry in entries}
+
+    def stored(self) -> "Stored":
+        """Return the checkpoint that this folder is, as it is listed now."""
+        return Stored(self.address, self.entries(), {})
 
     def sizes(self) -> dict[str, int]:
         """Return the sizes of the files in this folder by name; none where there is no folder."""
-        return {name: entry["size"] for name, entry in self.entries().items() if entry["type"] == "file"}
+        return self.stored().files
+
+    def put(self, folder: Path, names: Iterable[str]) -> None:
+        """Upload files of `folder`; raise OSError if one of them is not there then as it was written."""
+        if not self._is_flat:
+            with contextlib.suppress(PermissionError):  # creating a folder in storage without folders
+                retry_io(lambda: self.fs.makedirs(self.path, exist_ok=True))
+        for name in names:
+            path = f"{self.path}/{name}"
+            retry_io(functools.partial(self.fs.put_file, str(folder / name), path))
+            self.fs.invalidate_cache()
+            found, size = retry_io(functools.partial(self.fs.info, path))["size"], (folder / name).stat().st_size
+            if found != size:
+                problem = f"its file {name} has {found} bytes, not {size}"
+                raise OSError(f"{self.address} is not what was written: {problem}")
+
+    def get(self, names: Iterable[str], folder: Path) -> None:
+        """Download files of this folder to `folder`; they are plain names, as `read_manifest` checks."""
+        for name in names:
+            retry_io(functools.partial(self.fs.get_file, f"{self.path}/{name}", str(folder / name)))
+            sync(folder / name)
+
+    def delete(self, names: Iterable[str]) -> None:
+        """Delete files of this folder; those that are not there are no error."""
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):  # such as after a first try whose answer was lost
+                retry_io(functools.partial(self.fs.rm_file, f"{self.path}/{name}"))
+
+    def delete_folder(self) -> None:
+        """Delete this folder, which is empty, where a file system has folders."""
+        if not self._is_flat:
+            with contextlib.suppress(OSError):  # without its files a folder may not exist
+                self.fs.rmdir(self.path)
+
+
+class Stored(Remote):
+    """A checkpoint at an address as it was listed. See Note [Whole at an address]."""
+
+    def __init__(self, address: str, entries: dict[str, dict[str, Any]], read_before: dict[str, Any]) -> None:
+        super().__init__(address)
+        self._listed, self._read_before = entries, read_before
+        self.files = {name: entry["size"] for name, entry in entries.items() if entry["type"] == "file"}
 
     def find_problem(self) -> str | None:
-        """Return the problem that makes this folder no complete checkpoint, or None. See Note [Whole at an address]."""
+        """Return the problem that makes this folder no complete checkpoint, or None."""
         try:
-            return find_wrong_size(self.read_manifest(), self.sizes())
+            return find_wrong_size(self.read_manifest(), self.files)
         except UserError as error:
             return str(error)
 
     def is_leftover(self) -> bool:
-        """Return whether this is the leftover of a killed upload or deletion. See Note [Whole at an address]."""
-        sizes = self.sizes()
-        return TRAIN_STATE in sizes and MANIFEST not in sizes
+        """Return whether this is the leftover of a killed upload or deletion."""
+        return TRAIN_STATE in self.files and MANIFEST not in self.files
 
     def read_manifest(self) -> dict[str, File]:
         """Return the manifest, like `folder.read_manifest`."""
@@ -82,133 +169,132 @@ class Remote:
         """Return the state, like `folder.read_train_state`."""
         return self._read(TRAIN_STATE, read_train_state)
 
-    def put(self, folder: Path, names: Iterable[str]) -> None:
-        """Upload files of `folder`."""
-        with contextlib.suppress(PermissionError):  # creating a folder in storage without folders
-            self.fs.makedirs(self.path, exist_ok=True)
-        for name in names:
-            self.fs.put_file(str(folder / name), f"{self.path}/{name}")
-
-    def get(self, names: Iterable[str], folder: Path) -> None:
-        """Download files of this folder to `folder`; they are plain names, as `read_manifest` checks."""
-        for name in names:
-            self.fs.get_file(f"{self.path}/{name}", str(folder / name))
-            sync(folder / name)
-
     def is_model_only(self) -> bool:
         """Return whether this is a checkpoint of the model alone."""
         return self.find_problem() is None and self.read_train_state()["model_only"]
 
-    def copy_to(self, other: "Remote") -> None:
-        """Copy the checkpoint in this folder to another of this storage. See Note [Whole at an address]."""
-        with contextlib.suppress(PermissionError):
-            other.fs.makedirs(other.path, exist_ok=True)
+    def copy_to(self, other: Remote) -> None:
+        """Copy this checkpoint to another folder of this storage."""
+        if not self._is_flat:
+            retry_io(lambda: other.fs.makedirs(other.path, exist_ok=True))
         for name in sorted(self.read_manifest(), key=lambda name: name != TRAIN_STATE) + [MANIFEST]:
-            self.fs.cp_file(f"{self.path}/{name}", f"{other.path}/{name}")
+            retry_io(functools.partial(self.fs.cp_file, f"{self.path}/{name}", f"{other.path}/{name}"))
 
-    def delete(self) -> None:
-        """Delete this folder, if it is there. See Note [Whole at an address]."""
-        for name in sorted(self.sizes(), key=lambda name: (name != MANIFEST, name == TRAIN_STATE)):
-            self.fs.rm_file(f"{self.path}/{name}")
-        with contextlib.suppress(OSError):  # without its files a folder may not exist
-            self.fs.rmdir(self.path)
+    def small_files(self) -> list[str]:
+        """Return the keys under which the content of this folder's small files is remembered."""
+        return [key for name in (MANIFEST, TRAIN_STATE) if (key := self._key(name))]
 
-    def entries(self) -> dict[str, dict[str, Any]]:
-        """Return the entries of this folder by name, as fsspec describes them; none where there is no folder."""
-        # Not `find` or `glob`, for which unreachable storage is an empty folder.
-        self.fs.invalidate_cache()  # other processes write here too
-        try:
-            entries = self.fs.ls(self.path, detail=True)
-        except FileNotFoundError:
-            return {}
-        return {entry["name"].rstrip("/").rpartition("/")[2]: entry for entry in entries}
+    def _key(self, name: str) -> str | None:
+        """Return a text that is another one once a file is written again; None if the file system has no such."""
+        entry = self._listed.get(name, {})
+        stamp = [f"{key} {entry[key]}" for key in _STAMPS if key in entry]
+        return f"{self.path}/{name} {entry['size']} {stamp}" if stamp else None
 
     def _read(self, name: str, reader: Callable[[Path], T]) -> T:
-        sizes = self.sizes()
-        if sizes.get(name, 0) > MAX_BYTES:
-            raise UserError(f"its {name} has {sizes[name]:,} bytes, more than the {MAX_BYTES:,} that it may have")
+        key = self._key(name)
+        if key is not None and key in self._read_before:
+            known: T = self._read_before[key]
+            return known
+        if self.files.get(name, 0) > MAX_BYTES:
+            raise UserError(f"its {name} has {self.files[name]:,} bytes, more than the {MAX_BYTES:,} that it may have")
         with tempfile.TemporaryDirectory() as folder:
-            if name in sizes:  # the reader has the message for a missing file
+            if name in self.files:  # the reader has the message for a missing file
                 with contextlib.suppress(FileNotFoundError):
                     self.get([name], Path(folder))
-            return reader(Path(folder))
+            found = reader(Path(folder))
+        if key is not None:
+            self._read_before[key] = found
+        return found
 
 
 @contextlib.contextmanager
 def using(option: str, address: str) -> Iterator[None]:
-    """Convert any error in using a remote address at a run's start into a UserError."""
+    """Convert any error in using a remote address at a run's start into a UserError; transient ones pass through."""
     try:
         yield
     except Exception as error:
+        if is_transient(error):
+            raise
         raise UserError(
             f"checkpoint.{option}: {address} can't be used ({describe(error)}); a run does not go on without it, from "
             "an older checkpoint or from none: check the address, the credentials and the connection"
         ) from error
 
 
-def upload(newest: Path, config: job.Checkpoint, group: dist.ProcessGroup | None) -> None:
-    """Upload every checkpoint that checkpoint.remote_folder lacks, then prune there; all ranks together.
+class Copies:
+    """The copies of a run's checkpoints at checkpoint.remote_folder."""
 
-    `newest` was just saved. Checkpoints are compared by manifest, and so by checksum: a step that was saved again is
-    uploaded again. An error on one rank is raised on all. Checkpoints that were whole there still are, except perhaps a
-    step that was saved again.
-    """
-    assert config.remote_folder is not None
-    address = config.remote_folder.removesuffix("/")
-    missing, excess = on_rank_0(lambda: _compare(newest, address, config), group)
-    for step in missing:
-        _upload_one(newest.with_name(f"step-{step}"), f"{address}/step-{step}", group)
-    for step in excess:
-        on_rank_0(Remote(f"{address}/step-{step}").delete, group)
+    def __init__(self, config: job.Checkpoint, group: dist.ProcessGroup | None) -> None:
+        assert config.remote_folder is not None
+        self._config, self._group = config, group
+        self._remote = Remote(config.remote_folder)
+
+    def update(self, newest: Path) -> None:
+        """Upload every checkpoint that the address lacks, then prune there; all ranks together.
+
+        `newest` was just saved. Checkpoints are compared by manifest, and so by checksum: a step that was saved again
+        is uploaded again. An error on one rank is raised on all. Checkpoints that were whole there still are, except
+        perhaps a step that was saved again.
+        """
+        there: dict[str, Stored] = {}  # on rank 0
+        missing, excess = on_rank_0(lambda: self._compare(newest, there), self._group)
+        for step in missing:
+            self._upload(newest.with_name(f"step-{step}"), there)
+        for step in excess:
+            self._delete(f"step-{step}", there)
+
+    def _compare(self, newest: Path, there: dict[str, Stored]) -> tuple[list[int], list[int]]:
+        """Return the steps to upload, and those to delete at the address; `there` becomes what is listed there."""
+        config = self._config
+        there |= self._remote.list_folders()
+        steps = {step: stored for name, stored in there.items() if (step := step_of(name)) is not None}
+        here = {step: path for step, path in list_steps(newest.parent).items() if find_problem(path) is None}
+        whole = {step for step, stored in steps.items() if stored.find_problem() is None}
+        full = {step for step, path in here.items() if not is_model_only(path)}
+        full |= {step for step in whole.difference(here) if not steps[step].is_model_only()}
+        best = best_step(newest, config.keep_best)
+        excess = set(excess_steps(full, step_of(newest.name), config.keep_latest_k, config.keep_every, best))
+        missing = [
+            step
+            for step, path in here.items()
+            if step not in excess and (step not in whole or steps[step].read_manifest() != read_manifest(path))
+        ]
+        leftovers = {step for step, stored in steps.items() if step not in missing and stored.is_leftover()}
+        return missing, sorted(excess & whole | leftovers)
+
+    def _upload(self, path: Path, there: dict[str, Stored]) -> None:
+        remote = Remote(f"{self._remote.address}/{path.name}")
+        on_rank_0(lambda: _keep_model(path.name, there), self._group)
+        self._delete(path.name, there)
+        names = on_rank_0(lambda: _begin_upload(path, remote), self._group)
+        on_all_ranks(lambda: remote.put(path, part_of_rank(names)), self._group)
+        on_rank_0(lambda: remote.put(path, [MANIFEST]), self._group)
+        logger.info(f"copied checkpoint {path} to {remote.address}")
+
+    def _delete(self, name: str, there: dict[str, Stored]) -> None:
+        """Delete a folder there, if it is there. See Note [Whole at an address]."""
+        remote, group = Remote(f"{self._remote.address}/{name}"), self._group
+        files = on_rank_0(lambda: [*there[name].files] if name in there else [], group)
+        if not files:
+            return
+        others = [file for file in files if file not in (MANIFEST, TRAIN_STATE)]
+        on_rank_0(lambda: remote.delete(file for file in files if file == MANIFEST), group)
+        on_all_ranks(lambda: remote.delete(part_of_rank(others)), group)
+        on_rank_0(lambda: remote.delete(file for file in files if file == TRAIN_STATE), group)
+        on_rank_0(remote.delete_folder, group)
 
 
-def _compare(newest: Path, address: str, config: job.Checkpoint) -> tuple[list[int], list[int]]:
-    """Return the steps to upload to `address`, and those to delete there."""
-    here = {step: path for step, path in list_steps(newest.parent).items() if find_problem(path) is None}
-    there = Remote(address).list_steps()
-    whole = {step for step, remote in there.items() if remote.find_problem() is None}
-    full = {step for step, path in here.items() if not is_model_only(path)}
-    full |= {step for step in whole.difference(here) if not there[step].is_model_only()}
-    excess = set(
-        excess_steps(
-            full,
-            step_of(newest.name),
-            config.keep_latest_k,
-            config.keep_every,
-            best_step(newest, config.keep_best),
-        )
-    )
-    missing = [
-        step
-        for step, path in here.items()
-        if step not in excess and (step not in whole or there[step].read_manifest() != read_manifest(path))
-    ]
-    leftovers = {step for step, remote in there.items() if step not in missing and remote.is_leftover()}
-    return missing, sorted(excess & whole | leftovers)
+def _keep_model(name: str, there: dict[str, Stored]) -> None:
+    """Copy the folder of that name, if it is a checkpoint of the model alone, to another name."""
+    if name in there and there[name].is_model_only():
+        folder = there[name].address.rpartition("/")[0]
+        there[name].copy_to(Remote(f"{folder}/{name_for_model(name, there)}"))
 
 
-def _upload_one(path: Path, address: str, group: dist.ProcessGroup | None) -> None:
-    names = on_rank_0(lambda: _begin_upload(path, address), group)
-    on_all_ranks(lambda: Remote(address).put(path, part_of_rank(names)), group)
-    on_rank_0(lambda: _finish_upload(path, address), group)
-    logger.info(f"copied checkpoint {path} to {address}")
-
-
-def _begin_upload(path: Path, address: str) -> list[str]:
-    remote = Remote(address)
-    if remote.is_model_only():
-        folder = Remote(address.rpartition("/")[0])
-        remote.copy_to(Remote(f"{folder.address}/{name_for_model(path.name, folder.entries())}"))
-    remote.delete()
+def _begin_upload(path: Path, remote: Remote) -> list[str]:
+    """Upload a checkpoint's first file, and return the names of those that follow, but the last."""
     remote.put(path, [TRAIN_STATE])
     return [name for name in read_manifest(path) if name != TRAIN_STATE]
-
-
-def _finish_upload(path: Path, address: str) -> None:
-    remote = Remote(address)
-    if problem := find_wrong_size(read_manifest(path), remote.sizes()):
-        raise OSError(f"{address} is not what was written: {problem}")
-    remote.put(path, [MANIFEST])
 
 
 def fetch(address: str, path: Path, group: dist.ProcessGroup | None) -> str | None:
@@ -227,7 +313,7 @@ def fetch(address: str, path: Path, group: dist.ProcessGroup | None) -> str | No
 
 
 def _begin_fetch(address: str, tmp: Path) -> list[str]:
-    names = list(Remote(address).read_manifest())
+    names = list(Remote(address).stored().read_manifest())
     tmp.parent.mkdir(parents=True, exist_ok=True)
     for leftover in (tmp, tmp.with_suffix(".deleting")):
         if leftover.exists():

@@ -23,7 +23,7 @@ from torchtitan_graph.checkpoint.folder import (
     write_manifest,
     write_train_state,
 )
-from torchtitan_graph.checkpoint.remote import upload
+from torchtitan_graph.checkpoint.remote import Copies
 from torchtitan_graph.checkpoint.tensors import save_tensors
 from torchtitan_graph.config import job
 from torchtitan_graph.errors import FolderLost, UserError
@@ -62,6 +62,7 @@ class Saver:
         self._thread = ThreadPoolExecutor(1, "save", _set_gpu()) if config.async_mode != "disabled" else None
         self._buffers: dict[str, torch.Tensor] = {}
         self._running: Future[None] | None = None
+        self._copies = None if config.remote_folder is None else Copies(config, group)
 
     def save(
         self,
@@ -133,8 +134,8 @@ class Saver:
             self._on_rank_0(lambda: write_best(path.parent, train_state["train_state"] if keep_best else {}))
             self._on_rank_0(lambda: prune(path, self.config.keep_latest_k, self.config.keep_every, keep_best))
         logger.info(f"saved checkpoint {path} in {time.perf_counter() - begin:.1f} s")
-        if self.config.remote_folder is not None:
-            self._upload(path, last)
+        if self._copies is not None:
+            self._upload(path, self._copies, last)
 
     def _on_rank_0(self, change: Callable[[], None]) -> None:
         """Let rank 0 change the folder of checkpoints, if it is still this run's."""
@@ -157,11 +158,11 @@ class Saver:
                 shutil.rmtree(tmp, ignore_errors=True)
             raise
 
-    def _upload(self, path: Path, last: bool) -> None:
+    def _upload(self, path: Path, copies: Copies, last: bool) -> None:
         """Upload a checkpoint to checkpoint.remote_folder. A failure is logged; that of the last one is raised."""
         on_rank_0(self.check, self.group)
         try:
-            upload(path, self.config, self.group)
+            copies.update(path)
         except Exception as error:
             failed = f"{path} is whole, but could not be copied to {self.config.remote_folder} ({describe(error)})"
             if last:

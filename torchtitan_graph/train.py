@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from torchtitan_graph import stop
-from torchtitan_graph.transient import is_transient
+from torchtitan_graph.transient import is_lost_peer, is_transient
 
 if __name__ == "__main__":
     stop.install()  # before importing torch, which takes seconds
@@ -114,6 +114,8 @@ def _main(argv: Sequence[str] | None) -> int:
         stop.begin_teardown()
         _leave_group()
         code = next((code for kind, code in EXIT_CODES.items() if isinstance(error, kind)), FAULT)
+        if is_lost_peer(error):  # whatever became of it: it is nothing that the user, or this rank, can change
+            code = FAULT
         if isinstance(error, NotTriedAgain):
             code = error.code
         if is_transient(error):

@@ -1,4 +1,4 @@
-"""Which errors are transient: of a server or a network that may answer again without any change of ours.
+"""Which errors are nobody's mistake: transient ones, of a server or a network that may answer again, and lost ranks.
 
 Local disks, network disks, object stores and the Hugging Face hub share this one policy. Classes are recognized by
 name, so that no library has to be imported, or installed.
@@ -38,6 +38,10 @@ _CLASSES = {
     "urllib3": "MaxRetryError NewConnectionError ProtocolError TimeoutError",
 }
 _NAMES = {f"{package}.{name}" for package, names in _CLASSES.items() for name in names.split()}
+# What torch.distributed says of a rank that is gone; its errors are RuntimeErrors.
+_LOST_PEER = re.compile(
+    "closed by peer|connection reset|connection closed|timed out|timeout|broken pipe|nccl", re.IGNORECASE
+)
 # Causes of such errors that no waiting ends.
 _FINAL = {"huggingface_hub.OfflineModeIsEnabled", "ssl.SSLCertVerificationError"}
 
@@ -60,6 +64,18 @@ def is_transient(error: BaseException) -> bool:
         if status is not None:
             return s3_code in _S3_CODES or status in _STATUSES or (status >= 500 and status not in _LASTING)
     return any(map(_is_transient_alone, errors))
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Return whether an error, or one that caused it, reports only that another rank ended, or timed out."""
+    return any(_is_of_torch(each) and _LOST_PEER.search(str(each)) for each in causes(error))
+
+
+def _is_of_torch(error: BaseException) -> bool:
+    """Return whether an error may be one of torch.distributed: of its own classes, or gloo's plain RuntimeError."""
+    return type(error) is RuntimeError or (
+        isinstance(error, RuntimeError) and type(error).__module__ == "torch.distributed"
+    )
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:

@@ -257,6 +257,21 @@ def signal_in_validation() -> None:
     Decoding.next_logits = choose_and_send  # type: ignore[method-assign]
 
 
+def lose_rank_1_in_a_forward() -> None:
+    """Kill rank 1 in the midst of its second step's forward, where its layers gather parameters from all ranks."""
+    if os.environ["RANK"] != "1":
+        return
+
+    def die(*_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def lose(of: trainer.Trainer) -> None:
+        if of.step == 1:
+            [*of.model.modules()][-1].register_forward_pre_hook(die)
+
+    once_data_is_taken(lose)
+
+
 def lose_rank_1_in_step_4() -> None:
     """In torchrun's first attempt, kill rank 1 in its fourth step, or with LOSE=hang let it sleep there."""
     if os.environ["RANK"] != "1" or os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":

@@ -15,6 +15,7 @@ import datasets.exceptions as of_datasets
 import httpx
 import pytest
 import requests
+import torch
 import urllib3.exceptions as of_urllib3
 from fsspec.exceptions import FSTimeoutError
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
@@ -22,8 +23,9 @@ from multidict import CIMultiDict, CIMultiDictProxy
 from s3fs.errors import translate_boto_error
 from yarl import URL
 
+from torchtitan_graph.checkpoint import SaveError
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.transient import is_transient
+from torchtitan_graph.transient import is_lost_peer, is_transient
 
 
 def of_s3(status: int, code: str) -> of_botocore.ClientError:
@@ -131,3 +133,13 @@ def test_an_http_status_decides(library: Callable[[int], Exception]) -> None:
         if is_transient(library(status))]  # fmt: skip
     assert waited_for == [408, 429, 500, 502, 503, 504]
     assert not is_transient(caused(library(404), REFUSED))
+
+
+GLOO = RuntimeError("[/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1234")
+
+
+def test_a_lost_peer_is_one_under_any_error() -> None:
+    assert is_lost_peer(GLOO) and is_lost_peer(torch.distributed.DistBackendError("NCCL error: remote process exited"))
+    assert is_lost_peer(caused(UserError("LlamaForCausalLM can't run"), GLOO))
+    assert not is_lost_peer(SaveError("could not be copied (ReadTimeoutError: read timed out)"))
+    assert not is_lost_peer(RuntimeError("shapes can't be multiplied")) and not is_lost_peer(REFUSED)

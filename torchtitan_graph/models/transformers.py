@@ -58,6 +58,7 @@ from torchtitan_graph.transformers_private import (
     text_config,
     untested_version,
 )
+from torchtitan_graph.transient import is_lost_peer
 
 c10d = torch.ops._c10d_functional
 
@@ -673,6 +674,8 @@ class Model(Decoder):
         except Exception as error:
             if type(error) not in (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
                 raise  # the tracer's own
+            if is_lost_peer(error):
+                raise  # the model's layers wait for other ranks
             raise UserError(f"{type(self._theirs[0]).__name__}: {error} ({_line_of(error)})") from error
         finally:
             for name, module in reversed(held.items()):  # a module's before those inside of it

@@ -16,6 +16,7 @@ from torchtitan_graph.run.identity import Identity, Seconds, identity
 from torchtitan_graph.run.lock import FolderHeld
 from torchtitan_graph.small_files import Count
 from torchtitan_graph.stop import write_record
+from torchtitan_graph.transient import is_lost_peer
 
 FOLDER = "failures"
 RESERVE, RESERVED = "run.reserve", 64 * 2**10  # a folder with a file of so many bytes, for failures on a full disk
@@ -120,7 +121,7 @@ def refuse_to_repeat(dump_folder: Path) -> None:
 def _describe(error: BaseException, code: int) -> dict[str, Any]:
     return {
         "code": BAD_NODE if code == FAULT and _blames_device(error) else code,
-        "lost_peer": code == FAULT and _blames_peer(error),
+        "lost_peer": code == FAULT and is_lost_peer(error),
         "message": f"{type(error).__name__}: {error}",
         "traceback": "".join(traceback.format_exception(error)),
     }
@@ -147,10 +148,3 @@ def _write(dump_folder: Path, name: str, **record: Any) -> None:
 
 def _blames_device(error: BaseException) -> bool:
     return type(error).__name__ == "AcceleratorError" or "CUDA error" in str(error)
-
-
-def _blames_peer(error: BaseException) -> bool:
-    """Return whether an error reports only that another rank ended, or timed out."""
-    text = str(error).lower()
-    words = ("closed by peer", "connection reset", "connection closed", "timed out", "timeout", "broken pipe", "nccl")
-    return isinstance(error, RuntimeError) and any(word in text for word in words)

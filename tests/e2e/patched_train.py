@@ -267,7 +267,7 @@ def lose_rank_1_in_a_forward() -> None:
 
     def lose(of: trainer.Trainer) -> None:
         if of.step == 1:
-            [*of.model.modules()][-1].register_forward_pre_hook(die)
+            next(x for name, x in of.model.named_modules() if "layers.0." in name).register_forward_pre_hook(die)
 
     once_data_is_taken(lose)
 

@@ -76,7 +76,7 @@ class Store:
         """Empty the server, so that it has one empty bucket, and end the plan."""
         self.plan, self.requests = itertools.repeat("pass"), []
         self._send("POST", "/moto-api/reset")
-        self._send("PUT", f"/{BUCKET}")
+        self.make_bucket()
 
     def put(self, key: str, data: bytes) -> None:
         """Write an object, past the proxy."""
@@ -86,7 +86,11 @@ class Store:
         """Read an object, past the proxy."""
         return self._send("GET", f"/{BUCKET}/{key}")
 
+    def make_bucket(self) -> None:
+        self._send("PUT", f"/{BUCKET}")
+
     def delete_bucket(self) -> None:
+        """Let the bucket vanish, with all that is in it."""
         for key in self.list_keys():
             self._send("DELETE", f"/{BUCKET}/{key}")
         self._send("DELETE", f"/{BUCKET}")

@@ -287,6 +287,9 @@ class Trainer:
                 run.wait_for_replicas(config, self.num_steps)
             if self.is_unvalidated:
                 last = self._end_step(metrics, run, last)
+            elif last and self._saves:
+                with run.during("checkpoint"):
+                    self.checkpointer.copy_last(self.step)
             while not last and not self.stop_signal:
                 metrics.start_step()
                 with self.hang.watch(first=self.step < first):

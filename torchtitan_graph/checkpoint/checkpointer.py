@@ -142,6 +142,11 @@ class Checkpointer:
         if last:
             self.saver.wait()
 
+    def copy_last(self, step: int) -> None:
+        """Upload the checkpoint of a run that has no step left to do, where its address lacks it."""
+        if self.config.enable and not self.config.load_only:
+            self.saver.copy(step_folder(self.folder, step))
+
     def wait(self) -> None:
         """Wait for the running save; raise `SaveError` if it fails."""
         self.saver.wait()

@@ -18,6 +18,7 @@ from torchtitan_graph.checkpoint.folder import (
     TMP,
     checksum,
     commit,
+    find_problem,
     prepare,
     prune,
     write_manifest,
@@ -32,6 +33,7 @@ from torchtitan_graph.parallel.agree import RanksFailed, describe, gather_from_r
 from torchtitan_graph.parallel.chunk import Chunk, chunk_of
 from torchtitan_graph.patience import find_full_disk
 from torchtitan_graph.small_files import write_text
+from torchtitan_graph.transient import is_lost_peer
 
 # The functions that a save calls, in this order. A kill before, in or after any of them loses no complete checkpoint.
 SAVE_POINTS = ("prepare", "save_tensors", "write_train_state", "write_manifest", "commit", "write_best", "prune")
@@ -86,6 +88,11 @@ class Saver:
             copies = on_all_ranks(lambda: self._copy(chunks), self.group)
         logger.info(f"saving {path}: training waited {time.perf_counter() - begin:.2f} s for the copy")
         self._running = self._thread.submit(self._write, path, copies, train_state, begin, last)
+
+    def copy(self, path: Path) -> None:
+        """Upload a checkpoint that an earlier start of the run ended with, and could not upload."""
+        if self._copies is not None and on_rank_0(lambda: find_problem(path) is None, self.group):
+            self._upload(path, self._copies, last=True)
 
     def wait(self) -> None:
         """Wait for the running save; raise SaveError if it failed."""
@@ -164,9 +171,11 @@ class Saver:
         try:
             copies.update(path)
         except Exception as error:
+            if is_lost_peer(error):
+                raise
             failed = f"{path} is whole, but could not be copied to {self.config.remote_folder} ({describe(error)})"
             if last:
-                raise SaveError(f"{failed}; copy that folder there, its manifest.json last") from error
+                raise SaveError(f"{failed}; once it can be, start the run again, which copies it") from error
             if self.rank == 0:
                 logger.error(f"{failed}; the next save tries again")
 

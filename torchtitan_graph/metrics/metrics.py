@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,7 +23,7 @@ from torchtitan_graph.metrics.jsonl import append, begin
 from torchtitan_graph.metrics.mlflow import MLflow
 from torchtitan_graph.metrics.tensorboard import TensorBoard, verbatim
 from torchtitan_graph.metrics.weights_and_biases import WeightsAndBiases
-from torchtitan_graph.patience import refuse_unwritable
+from torchtitan_graph.patience import refuse_unwritable, retry_io
 from torchtitan_graph.runtime.observe import Stopwatch, stopwatch
 from torchtitan_graph.transient import is_transient
 
@@ -271,8 +272,8 @@ class Metrics:
         """Log prompts with what the model continues them with after `step`."""
         record = {"step": step, "samples": [{"prompt": prompt, "text": text} for prompt, text in samples]}
         if self._json is not None:
-            with self._errors_logged():
-                append(self._json, record)
+            with self._errors_logged(but_transient=True):
+                retry_io(partial(append, self._json, record))
         for dashboard in self._dashboards:
             with self._errors_logged():
                 dashboard.texts(step, {f"samples/{n}": "".join(each) for n, each in enumerate(samples, 1)})
@@ -311,8 +312,8 @@ class Metrics:
     def _write(self, record: dict[str, Any], curves: dict[str, float]) -> None:
         """Write a record to metrics.jsonl, and its numbers and `curves` to the dashboards."""
         if self._json is not None:
-            with self._errors_logged():
-                append(self._json, record)
+            with self._errors_logged(but_transient=True):
+                retry_io(partial(append, self._json, record))
         shown = dict(record)
         if "data_loading_s" in record:
             shown["data_share"] = record["data_loading_s"] / record["step_time_s"]
@@ -323,12 +324,13 @@ class Metrics:
                 dashboard.scalars(record["step"], curves)
 
     @contextmanager
-    def _errors_logged(self) -> Iterator[None]:
-        """Suppress an error in writing, and log the first: training continues, and the console has the numbers."""
+    def _errors_logged(self, but_transient: bool = False) -> Iterator[None]:
+        """Suppress an error in writing, and log the first: training continues, and the console has the numbers. With
+        `but_transient` raise a transient one: a run that is started again then lacks no line."""
         try:
             yield
         except OSError as error:
-            if is_transient(error):
+            if but_transient and is_transient(error):
                 raise
             if not self._has_failed:
                 logger.error(f"numbers of steps are lost for metrics.jsonl or a dashboard, training continues: {error}")

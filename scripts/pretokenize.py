@@ -18,6 +18,7 @@ from torchtitan_graph.data.bad_rows import Skipped
 from torchtitan_graph.data.corpus import ShuffledCorpus, document_key
 from torchtitan_graph.data.document import Contexts, Document, Tokens
 from torchtitan_graph.data.forms import RowFormat
+from torchtitan_graph.data.node_cache import NodeCache
 from torchtitan_graph.data.open_corpus import open_corpus
 from torchtitan_graph.data.shards import write_shards
 from torchtitan_graph.data.sources import Source
@@ -88,7 +89,8 @@ def pretokenize(options: argparse.Namespace) -> None:
     Raises UserError for an invalid corpus, tokenizer or folder.
     """
     tokenizer = load_tokenizer(options.hf_assets_path, options.special_tokens)
-    reading = RowFormat(tokenizer, **{name: getattr(options, name) for name in READ_BY})
+    cache = NodeCache(options.cache_folder, 1e9 * options.cache_gb)
+    reading = RowFormat(tokenizer, cache=cache, **{name: getattr(options, name) for name in READ_BY})
     corpus = open_corpus(options.dataset, options.dataset_path, options.split, 0, reading)
     if not options.special_tokens:
         warn_of_special_tokens(corpus, tokenizer, options.dataset_path or options.dataset)
@@ -140,7 +142,7 @@ def main() -> None:
     parser.add_argument("--dataset", default="stdlib", help="corpus, as training.dataset")
     parser.add_argument("--dataset_path", help="as training.dataset_path")
     parser.add_argument("--split", default="train", choices=("train", "validation"), help="where it has its own splits")
-    for name in READ_BY:
+    for name in (*READ_BY, "cache_folder", "cache_gb"):
         add_option(parser, f"training.{name}")
     parser.add_argument("--hf_assets_path", help="tokenizer, as model.hf_assets_path; not set: bytes are the tokens")
     parser.add_argument(

@@ -35,12 +35,13 @@ from torchtitan_graph.checkpoint import (
 )
 from torchtitan_graph.config import check_beginning, check_length, dump_toml, job
 from torchtitan_graph.config.job import validation_metrics
+from torchtitan_graph.data.addresses import Listing
 from torchtitan_graph.data.counts import Counts, in_words
 from torchtitan_graph.data.feed import Feed, Microbatches
 from torchtitan_graph.data.forms import RowFormat
 from torchtitan_graph.data.lengths import epochs_in_words
 from torchtitan_graph.data.loader import DataLoader, build_dataloader
-from torchtitan_graph.data.open_corpus import Opened, naming_set, validation_corpus
+from torchtitan_graph.data.open_corpus import Opened, list_corpora, naming_set, validation_corpus
 from torchtitan_graph.data.positions import merge_states, rows_of_epochs
 from torchtitan_graph.delivery import Delivery, base_of, deliver
 from torchtitan_graph.errors import FolderLost, UserError
@@ -119,7 +120,8 @@ class Trainer:
                 num_steps = _num_steps(blueprint, rows_of_epochs(position), done)
                 on_rank_0(partial(retry_io, partial(_check_tensors_to_load, blueprint, num_steps)), files_group())
             self.delivery = self._delivery()
-            self.train_data, self.validation_data = retry_io(partial(_open_data, blueprint, done))
+            listed = on_rank_0(partial(list_corpora, config), files_group())
+            self.train_data, self.validation_data = retry_io(partial(_open_data, blueprint, done, listed))
             count_rows(self.train_data, position)
             self.train_data.refuse_empty()
             for data, *_ in self.validation_data.values():
@@ -750,24 +752,29 @@ def _check_tensors_to_load(blueprint: Blueprint, num_steps: int) -> None:
     check_loadable(path, folder, config, model, optimizer)
 
 
-def _open_data(blueprint: Blueprint, done: _Done) -> tuple[DataLoader, dict[str, tuple[DataLoader, int, str]]]:
+def _open_data(
+    blueprint: Blueprint, done: _Done, listed: dict[str, Listing]
+) -> tuple[DataLoader, dict[str, tuple[DataLoader, int, str]]]:
     """Open the corpora of training and of validation, so that their problems are reported before any step."""
     training = blueprint.config.training
     corpus = dict(dataset=training.dataset, dataset_path=training.dataset_path, sources=training.sources)
     rows = rows_per_microbatch(blueprint.config)
-    reading = RowFormat.of(training, blueprint.tokenizer)
+    reading = RowFormat.of(training, blueprint.tokenizer, listed)
     corpus["split"] = "train"
     rows_per_step = blueprint.rows_per_step
     most_rows = max(training.steps * rows_per_step, done.rows + (training.steps - done.steps) * rows_per_step)
     opened: Opened = {}
     train_data = _open_corpus(blueprint, training, corpus, training.epochs, most_rows, rows, reading, opened)
-    return train_data, open_validation(blueprint, opened) if blueprint.config.validation.enable else {}
+    return train_data, open_validation(blueprint, listed, opened) if blueprint.config.validation.enable else {}
 
 
-def open_validation(blueprint: Blueprint, opened: Opened | None = None) -> dict[str, tuple[DataLoader, int, str]]:
+def open_validation(
+    blueprint: Blueprint, listed: dict[str, Listing], opened: Opened | None = None
+) -> dict[str, tuple[DataLoader, int, str]]:
     """Return a loader of each validation corpus, its number of microbatches and the option that names it, by the name
     of its loss in the metrics.
 
+    listed: the files at addresses, as `list_corpora` found them.
     opened: as in `open_corpus`.
     """
     config, table, loaders = blueprint.config, blueprint.config.validation, {}
@@ -776,7 +783,7 @@ def open_validation(blueprint: Blueprint, opened: Opened | None = None) -> dict[
         with naming_set(None if of is None else number):
             corpus = validation_corpus(config, of)
             epochs = 0 if corpus["sources"] else 1  # sources don't end together
-            reading = RowFormat.of(config.training, blueprint.tokenizer).of_validation(of or table)
+            reading = RowFormat.of(config.training, blueprint.tokenizer, listed).of_validation(of or table)
             most, rows = table.steps if of is None or of.steps is None else of.steps, table.local_batch_size
             most_rows = math.inf if most == -1 else most * rows * blueprint.dims.data
             data = _open_corpus(blueprint, table, corpus, epochs, most_rows, rows, reading, opened)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torchtitan_graph.config import checkpoint, fault_tolerance, graph, quantize
+from torchtitan_graph.config.addresses import find_bad_address, is_address
 from torchtitan_graph.config.beginning import builds_on_weights, loads_weights
 from torchtitan_graph.config.columns import find_wrong_column
 from torchtitan_graph.config.job import (
@@ -100,6 +101,7 @@ def check(config: JobConfig, world_size: int) -> list[str]:
     ]
     problems += [
         *_sources(config),
+        *_addresses(config),
         *_columns(config),
         *_validation(config),
         *_optimizer(config),
@@ -117,7 +119,7 @@ def check(config: JobConfig, world_size: int) -> list[str]:
 
 def check_data(config: JobConfig) -> None:
     """Raise UserError with all that is wrong with the options of the data, whatever the number of processes."""
-    if problems := [*_preferences(config), *_sources(config), *_columns(config)]:
+    if problems := [*_preferences(config), *_sources(config), *_addresses(config), *_columns(config)]:
         raise UserError(problem_list(lines(config, problems)))
 
 
@@ -500,6 +502,21 @@ def _sources(config: JobConfig) -> Iterator[Problem]:
     names = [source_name(source) for source in sources]
     if repeated := sorted({name for name in names if names.count(name) > 1}):
         yield Problem(key, f"several entries are called {', '.join(repeated)}; give each a name of its own")
+
+
+def _addresses(config: JobConfig) -> Iterator[Problem]:
+    """Yield the corpora at addresses that can't be opened here; nothing is opened."""
+    training, validation = config.training, config.validation
+    named: list[tuple[str, str, Any]] = [
+        ("training.dataset_path", "", training),
+        ("validation.dataset_path", "", validation),
+    ]
+    named += [("training.sources", f"entry {i}: ", each) for i, each in enumerate(training.sources, 1)]
+    named += [("validation.sets", f"entry {i}: ", each) for i, each in enumerate(validation.sets, 1)]
+    for key, entry, each in named:
+        path = each.dataset_path
+        if path is not None and is_address(path) and (problem := find_bad_address(path)):
+            yield Problem(key, f"{entry}{problem}")
 
 
 def _columns(config: JobConfig) -> Iterator[Problem]:

@@ -3,8 +3,7 @@
 import re
 from collections.abc import Iterator
 
-from fsspec import available_protocols, get_filesystem_class
-
+from torchtitan_graph.config.addresses import find_bad_address, is_address
 from torchtitan_graph.config.job import JobConfig, Problem
 
 EXCLUDABLE = ("optimizer", "lr_scheduler", "dataloader", "train_state")
@@ -92,16 +91,9 @@ def _find_bad_initial_address(address: str, in_hf: bool) -> str | None:
 
 
 def _find_bad_address(address: str) -> str | None:
-    """Return why fsspec can't open an address, None if nothing is wrong; it isn't opened."""
-    protocol, separator, path = address.partition("://")
-    if not separator or not path.strip("/"):
+    """Return why an address can't be that of a folder, None if nothing is wrong; it isn't opened."""
+    if not is_address(address):
         return "must be an address such as s3://bucket/run; a plain folder is file:///path/of/the/folder"
-    if set(path) & set("*?[]"):
+    if set(address) & set("*?[]"):
         return "must not hold any of * ? [ ], which file systems take for patterns"
-    try:
-        get_filesystem_class(protocol)
-    except ImportError as error:
-        return f"the package that opens {protocol}:// is not installed; pip install it ({error})"
-    except ValueError:
-        return f"unknown protocol {protocol!r}; known are {', '.join(sorted(available_protocols()))}"
-    return None
+    return find_bad_address(address)

@@ -368,8 +368,20 @@ class Training:
     )
     dataset_path: str | None = option(
         None,
-        "Files of the corpus: a text, .jsonl, .jsonl.gz, .csv, .tsv or .parquet file, a folder of these and of source"
-        " files at any depth, a saved Hugging Face dataset, or token shards of scripts/pretokenize.py.",
+        "Files of the corpus: a text, .jsonl, .csv, .tsv (each also .gz and .zst) or .parquet file, a folder of these"
+        " and of source files at any depth, a pattern such as data/*.jsonl, a saved Hugging Face dataset, or token"
+        " shards of scripts/pretokenize.py; or an address of such, as s3://bucket/corpus, gs://, hf:// or https://.",
+    )
+    cache_folder: str | None = option(
+        None,
+        "Folder on the node's own disk, shared by its ranks, for what is read from addresses, unpacked files and"
+        " indexes; not set: torchtitan_graph in $XDG_CACHE_HOME or ~/.cache.",
+    )
+    cache_gb: float = option(
+        100.0,
+        "The most GB that cache_folder may hold; what was used longest ago is deleted first, and 5 % of the disk stay"
+        " free. A file at an address that does not fit is read from there each time, which is slow.",
+        minimum=0,
     )
     sources: list[DataSource] = option(
         [], "Corpora to mix by weight, instead of dataset and dataset_path; the weights may change when a run resumes."

@@ -8,11 +8,13 @@ from typing import Any
 from torchtitan_graph.config import job
 from torchtitan_graph.config.columns import COLUMNS, OPTIONAL, TURN
 from torchtitan_graph.config.option import did_you_mean
+from torchtitan_graph.data.addresses import Listing
 from torchtitan_graph.data.bad_rows import AllBad, BadRow, BadRows, Room
 from torchtitan_graph.data.chat import ChatTemplate
 from torchtitan_graph.data.columns import find_column, likely_columns, paths_of
 from torchtitan_graph.data.document import Contexts, Tokens
 from torchtitan_graph.data.messages import LEARNED
+from torchtitan_graph.data.node_cache import NodeCache
 from torchtitan_graph.data.row_forms import Completion, Conversation, Form, Preference, Text, Turn, shortened
 from torchtitan_graph.data.sources import is_small
 from torchtitan_graph.data.tokenizer import FileTokenizer, Tokenizer
@@ -35,6 +37,8 @@ class RowFormat:
     is_as_training: whether it is of validation, and format and columns are training's, for lack of its own.
     folder_bytes: of all files of the corpus, if it is a folder.
     room: of the documents that are kept, of all corpora of the job.
+    cache: of the node, for what is kept of files.
+    listed: the files at addresses, where a job has listed them; others are listed when they are opened.
     """
 
     tokenizer: Tokenizer | None = None
@@ -52,9 +56,13 @@ class RowFormat:
     is_as_training: bool = False
     folder_bytes: int = 0
     room: Room = dataclasses.field(default_factory=Room, compare=False)
+    cache: NodeCache = dataclasses.field(default_factory=NodeCache, compare=False)
+    listed: Mapping[str, Listing] = dataclasses.field(default_factory=dict, compare=False)
 
     @classmethod
-    def of(cls, training: job.Training, tokenizer: Tokenizer) -> "RowFormat":
+    def of(
+        cls, training: job.Training, tokenizer: Tokenizer, listed: Mapping[str, Listing] | None = None
+    ) -> "RowFormat":
         """Return the reading that `[training]` describes."""
         return cls(
             tokenizer,
@@ -67,6 +75,8 @@ class RowFormat:
             training.chat_template_kwargs,
             training.split_turns,
             training.on_bad_row,
+            cache=NodeCache(training.cache_folder, 1e9 * training.cache_gb),
+            listed=listed or {},
         )
 
     def of_source(self, source: job.DataSource) -> "RowFormat":

@@ -2,7 +2,7 @@
 
 import importlib
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -103,20 +103,19 @@ def _columns_inside(feature: Any) -> Any:
     return {key: _columns_inside(each) for key, each in inner.items()} or None
 
 
-def open_parquet(file: Path, reading: RowFormat) -> Source:
+def open_parquet(file: DataFile, reading: RowFormat) -> Source:
     """Open a Parquet file; `datasets` writes it to its cache as Arrow first, once, for reading in any order."""
-    datasets = _import_datasets(str(file))
-    DataFile(file)  # raises for no regular file
+    datasets = _import_datasets(file.path)
     try:
-        rows = datasets.load_dataset("parquet", data_files=str(file), split="train")
+        rows = datasets.load_dataset("parquet", data_files=str(file.local()), split="train")
     except (datasets.exceptions.DatasetGenerationError, ValueError) as error:  # pyarrow's are ValueErrors
-        raise UserError(f"{file}: not a Parquet file that can be read: {error.__cause__ or error}") from error
-    return Rows(rows, reading, str(file), digest_files(file.parent, [file]))
+        raise UserError(f"{file.path}: not a Parquet file that can be read: {error.__cause__ or error}") from error
+    return Rows(rows, reading, file.path, digest_files([file], [file.base]))
 
 
-def is_saved_dataset(path: Path) -> bool:
-    """Return whether a folder was written by `save_to_disk`."""
-    return (path / "dataset_dict.json").exists() or (path / "state.json").exists()
+def is_saved_dataset(names: Collection[str]) -> bool:
+    """Return whether a folder with files of these names was written by `save_to_disk`."""
+    return "dataset_dict.json" in names or "state.json" in names
 
 
 def open_saved(path: Path, reading: RowFormat, split: str, seed: int) -> Corpus:
@@ -136,7 +135,7 @@ def open_saved(path: Path, reading: RowFormat, split: str, seed: int) -> Corpus:
 
     def rows(part: str) -> Source:
         folder = path / part if isinstance(saved, dict) else path
-        return Rows(parts[part], reading, str(folder), digest_files(folder, sorted(folder.glob("*.arrow"))))
+        return Rows(parts[part], reading, str(folder), _digest(folder))
 
     held_out = next((name for name in ("validation", "test") if name in parts), None)
     if split == "all":
@@ -146,6 +145,11 @@ def open_saved(path: Path, reading: RowFormat, split: str, seed: int) -> Corpus:
     if held_out is None:
         return ShuffledCorpus(rows("train"), split, seed)
     return ShuffledCorpus(rows("train" if split == "train" else held_out), "all", seed)
+
+
+def _digest(folder: Path) -> str:
+    files = [DataFile(file) for file in sorted(folder.glob("*.arrow"))]
+    return digest_files(files, [file.name for file in files])
 
 
 def open_hub(name: str, reading: RowFormat, split: str, seed: int) -> Corpus:

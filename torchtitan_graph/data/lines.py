@@ -1,20 +1,21 @@
 """Documents by number, from JSON lines."""
 
 import codecs
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from torchtitan_graph.data.bad_rows import BadRow
 from torchtitan_graph.data.document import Document
-from torchtitan_graph.data.files import DataFile, decode, first_lines, refuse_packed, unpacked, without_gz
+from torchtitan_graph.data.files import DataFile, Progress, decode, first_lines, refuse_packed
 from torchtitan_graph.data.forms import RowFormat, form_of
 from torchtitan_graph.data.row_forms import Form
-from torchtitan_graph.data.sources import digest_files
+from torchtitan_graph.data.sources import digest_files, is_small
+from torchtitan_graph.data.unpack import UnpackedFile, is_packed, unpacked_name
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.small_files import BadFile, parse_json
 
+JSON_SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst")
 LONGEST_ROW = 128 * 2**20  # bytes
 _ONE_PER_LINE = (
     'JSON lines have one object on each line, such as {"text": "..."}; jq -c \'.[]\' FILE writes those of a JSON array'
@@ -24,21 +25,20 @@ _ONE_PER_LINE = (
 class JsonLines:
     """A document per line of a JSON lines file; the keys of the first tell in which form. Blank lines are skipped.
 
-    Opening reads the file once, for the place of every line (16 bytes of memory each). A gzip file can only be read
-    from its beginning, so it is unpacked into a temporary file first, which is deleted with the source.
+    Opening reads the file once, for the place of every line (16 bytes each), which is kept in the node's cache unless
+    the file is small. A packed file can only be read from its beginning, so it is unpacked into that cache first.
     """
 
-    def __init__(self, file: Path, reading: RowFormat) -> None:
-        self._file, self._bad_rows, self._reading = str(file), reading.bad_rows(str(file)), reading
-        self._data = packed = DataFile(file)
-        digest = digest_files(file.parent, [file])
-        if file.suffix.lower() == ".gz":
-            self._data = unpacked(file, self)
-        else:
-            refuse_packed(packed, (".jsonl.gz", ".json.gz"))
+    def __init__(self, file: DataFile, reading: RowFormat) -> None:
+        self._file, self._bad_rows, self._reading = file.path, reading.bad_rows(file.path), reading
+        self._name = unpacked_name(file.base)
+        digest = digest_files([file], [file.base])
+        self._data = UnpackedFile(file, reading.cache) if is_packed(file.name) else file
+        if self._data is file:
+            refuse_packed(file, JSON_SUFFIXES)
         self._refuse_table(first_lines(self._data))
-        self._line_starts, self._documents = _index_lines(Path(self._data.path))
-        packed.check()
+        self._line_starts, self._documents = self._index()
+        file.check()
         self._refuse_array()
         self.form: Form = form_of(reading, lambda index: self._row(index)[0], len(self), self._file)
         self.digest, self.is_whole = digest + self.form.digest, self.form.is_whole
@@ -51,7 +51,7 @@ class JsonLines:
         """Raise UserError if the first lines are those of a table."""
         for delimiter, kind in ((b",", "csv"), (b"\t", "tsv")):
             if len(lines) > 1 and all(delimiter in line and line.lstrip()[:1] not in (b"{", b"[") for line in lines):
-                name = without_gz(Path(self._file).name).rpartition(".")[0]
+                name = self._name.rpartition(".")[0]
                 raise UserError(
                     f"{self._file}: is a table and no JSON lines, it seems, as its first line is"
                     f" {lines[0].decode(errors='replace')!r:.80}: rename it to {name}.{kind}"
@@ -101,24 +101,42 @@ class JsonLines:
         return row, where
 
     def identity(self, index: int) -> str:
-        return f"{without_gz(Path(self._file).name)}:{index}"
+        return f"{self._name}:{index}"
+
+    def _index(self) -> list[np.ndarray]:
+        """Return where lines begin, and which are not blank. See `_index_lines`."""
+
+        def build() -> list[np.ndarray]:
+            return _index_lines(self._data)
+
+        if is_small(self._data.size):
+            return build()
+        arrays, self._entry = self._reading.cache.arrays("lines", self._data.key, build=build)
+        return arrays
 
 
-def _index_lines(file: Path) -> tuple[np.ndarray, np.ndarray]:
+def _index_lines(file: DataFile) -> list[np.ndarray]:
     """Return the byte at which each line starts, with the file's end, and the numbers of the lines that are not
     blank."""
-    ends, position = [], 0
-    with open(file, "rb") as stream:
-        while chunk := stream.read(2**24):
-            ends.append(np.flatnonzero(np.frombuffer(chunk, np.uint8) == ord("\n")) + position + 1)
-            position += len(chunk)
-        starts = np.concatenate([np.zeros(1, np.int64), *ends])
-        if starts[-1] != position:  # the last line has no end
-            starts = np.append(starts, position)
-        content = np.memmap(file, np.uint8, "r") if position else np.empty(0, np.uint8)
-        first = np.asarray(content[starts[:-1]])
-        is_blank = first == ord("\n")
-        for line in np.flatnonzero(np.isin(first, list(b" \t\r\v\f"))):
-            stream.seek(starts[line])
-            is_blank[line] = not stream.read(starts[line + 1] - starts[line]).strip()
-    return starts, np.flatnonzero(~is_blank)
+    ends: list[np.ndarray] = []
+    firsts: list[np.ndarray] = []  # bytes of lines
+    position, begins_line = 0, True
+    progress = Progress(f"finding the lines of {file.path}", file.size)
+    for chunk in file.chunks():
+        content = np.frombuffer(chunk, np.uint8)
+        ends.append(np.flatnonzero(content == ord("\n")) + 1)
+        firsts.append(content[ends[-1][ends[-1] < len(chunk)]])
+        if begins_line:
+            firsts[-1] = np.append(content[0], firsts[-1])
+        begins_line = chunk.endswith(b"\n")
+        ends[-1] += position
+        position += len(chunk)
+        progress.add(len(chunk))
+    starts = np.concatenate([np.zeros(1, np.int64), *ends])
+    if starts[-1] != position:  # the last line has no end
+        starts = np.append(starts, position)
+    first = np.concatenate([np.empty(0, np.uint8), *firsts])
+    is_blank = first == ord("\n")
+    for line in np.flatnonzero(np.isin(first, list(b" \t\r\v\f"))):
+        is_blank[line] = not file.read_part(int(starts[line]), int(starts[line + 1] - starts[line])).strip()
+    return [starts, np.flatnonzero(~is_blank)]

@@ -8,19 +8,23 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from torchtitan_graph.config import JobConfig, job
+from torchtitan_graph.config.addresses import is_address
 from torchtitan_graph.config.job import source_name
+from torchtitan_graph.data.addresses import Listing, list_files
 from torchtitan_graph.data.bad_rows import AllBad
 from torchtitan_graph.data.corpus import Corpus, ShuffledCorpus, option_of
 from torchtitan_graph.data.describe import log_corpus
+from torchtitan_graph.data.files import DataFile
 from torchtitan_graph.data.forms import RowFormat
 from torchtitan_graph.data.hugging_face import is_saved_dataset, open_hub, open_parquet, open_saved
-from torchtitan_graph.data.lines import JsonLines
+from torchtitan_graph.data.lines import JSON_SUFFIXES, JsonLines
 from torchtitan_graph.data.mixture import Mixture
 from torchtitan_graph.data.own import OwnSource, is_own
+from torchtitan_graph.data.places import Place, find_place, local_path, same_place
 from torchtitan_graph.data.row_forms import Text
 from torchtitan_graph.data.shards import Shards, is_shards
 from torchtitan_graph.data.sources import Chain, Source
@@ -29,7 +33,7 @@ from torchtitan_graph.data.tables import TABLE_SUFFIXES, Table, is_table
 from torchtitan_graph.data.texts import TextFiles, TextPieces, refuse_rows
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
-from torchtitan_graph.patience import near_path, refuse_unreadable
+from torchtitan_graph.patience import refuse_unreadable
 
 # Sources by path, format and columns; all else that says how rows are read is one for a job.
 Opened = dict[tuple[str, str | None, tuple[tuple[str, str], ...]], Source]
@@ -42,7 +46,7 @@ TEXT_SUFFIXES = {
     ".php", ".swift", ".m", ".cs", ".r", ".jl", ".lua", ".pl", ".sh", ".sql", ".hs", ".ml", ".clj", ".ex", ".erl",
 }
 # fmt: on
-JSON_SUFFIXES = (".jsonl", ".jsonl.gz", ".json.gz")
+_ROW_SUFFIXES = tuple(suffix for suffix in JSON_SUFFIXES if suffix != ".json")  # of a folder, which may have others
 
 
 def validation_corpus(config: JobConfig, of: job.ValidationSet | None = None) -> dict[str, Any]:
@@ -58,22 +62,14 @@ def validation_corpus(config: JobConfig, of: job.ValidationSet | None = None) ->
     trained_on = [training.dataset_path, *(source.dataset_path for source in training.sources)]
     of_its_own = False
     if validation.dataset_path:
-        own = _place(validation.dataset_path, "validation.dataset_path")
-        of_its_own = own not in [_place(path, "training.dataset_path") for path in trained_on if path]
+        own = same_place("validation.dataset_path", validation.dataset_path)
+        of_its_own = own not in [same_place("training.dataset_path", path) for path in trained_on if path]
     return dict(
         dataset=validation.dataset or "",
         dataset_path=validation.dataset_path,
         sources=(),
         split="all" if of_its_own else "validation",
     )
-
-
-def _place(path: str, option: str) -> Path:
-    with refuse_unreadable(f"{option} = {path!r}"):
-        try:
-            return Path(path).expanduser().resolve()
-        except (RuntimeError, ValueError) as error:  # no such user, a circle of links; a zero byte
-            raise UserError(f"{option} = {path!r}: is not a place: {error}") from error
 
 
 def open_mixture(
@@ -117,21 +113,19 @@ def open_corpus(
     assert split in ("train", "validation", "all"), split
     option = option_of(split)
     if dataset_path:
-        _place(dataset_path, f"{option}_path")  # raises for an invalid path
-        path = Path(dataset_path).expanduser()
+        place = find_place(f"{option}_path", dataset_path, reading.cache, reading.listed.get(dataset_path))
         with refuse_unreadable(f"{option}_path = {dataset_path!r}"):
-            if not path.exists():
-                raise UserError(f"{option}_path = {dataset_path!r}: there is no such file or folder{near_path(path)}")
-            if not path.is_dir() and not path.is_file():
-                raise UserError(
-                    f"{option}_path = {dataset_path!r}: is not a regular file, but a FIFO, a socket or a device"
-                )
-            if is_saved_dataset(path):
-                return open_saved(path, reading, split, seed)
-            if is_shards(path):
-                return _open_shards(path, split, seed, reading)
-            key = str(path), reading.format, tuple(sorted(reading.columns.items()))
-            source = (opened or {}).get(key) or _open_path(path, reading)
+            if is_saved_dataset(place.names):
+                if place.is_remote:
+                    raise UserError(
+                        f"{option}_path = {dataset_path!r}: a dataset that `datasets` saved is read on this node alone:"
+                        " copy the folder, or write the dataset as Parquet (to_parquet), which is read where it is"
+                    )
+                return open_saved(local_path(option, place.path), reading, split, seed)
+            if is_shards(place.names):
+                return _open_shards(place, split, seed, reading)
+            key = place.path, reading.format, tuple(sorted(reading.columns.items()))
+            source = (opened or {}).get(key) or _open_place(place, reading)
             if opened is not None:
                 opened[key] = source
             if not len(source):
@@ -147,6 +141,34 @@ def open_corpus(
     _check_name(dataset, split)
     name = "allenai/c4:en" if dataset in ("c4", "c4_validation") else dataset
     return open_hub(name, reading, split, seed)
+
+
+def list_corpora(config: JobConfig, to_validate: bool = False) -> dict[str, Listing]:
+    """Return the files at each address that a job names, so that all its ranks read the same, and one asks for them.
+
+    to_validate: only those that validation reads.
+
+    Raises UserError, with the option, if there is none at one of them.
+    """
+    training, validation = config.training, config.validation
+    found: dict[str, Listing] = {}
+
+    def add(option: str, path: str | None) -> None:
+        if path and is_address(path) and path not in found:
+            found[path] = list_files(option, path)
+
+    corpora: Sequence[job.Validation | job.ValidationSet] = validation.sets or [validation]
+    if to_validate and all(each.dataset or each.dataset_path for each in corpora):
+        training = job.Training()
+    if not training.sources:
+        add("training.dataset_path", training.dataset_path)
+    for number, source in enumerate(training.sources, 1):
+        add(f"training.sources, entry {number}: training.dataset_path", source.dataset_path)
+    if validation.enable:
+        add("validation.dataset_path", validation.dataset_path)
+        for number, each in enumerate(validation.sets, 1):
+            add(f"validation.sets, entry {number}: validation.dataset_path", each.dataset_path)
+    return found
 
 
 def check_names(config: JobConfig) -> None:
@@ -192,9 +214,9 @@ def _check_name(dataset: str, split: str) -> None:
     )
 
 
-def _open_shards(path: Path, split: str, seed: int, reading: RowFormat) -> Corpus:
-    shards = Shards(path, reading.tokenizer)
-    reading.refuse_for_text(str(path), "holds token ids")
+def _open_shards(place: Place, split: str, seed: int, reading: RowFormat) -> Corpus:
+    shards, path = Shards(place, reading.tokenizer), place.path
+    reading.refuse_for_text(path, "holds token ids")
     if split == "all" or split in shards.splits:
         return ShuffledCorpus(shards, split if len(shards.splits) > 1 else "all", seed)
     raise UserError(
@@ -217,48 +239,52 @@ def _open_stdlib() -> Source:
         raise UserError(
             f"training.dataset = 'stdlib': this Python has no sources in {root}. Set training.dataset_path to text."
         )
-    return TextFiles(root, readable)
+    return TextFiles(str(root), [DataFile(file, str(file.relative_to(root))) for file in readable])
 
 
-def _open_path(path: Path, reading: RowFormat) -> Source:
-    """Open one text, JSON lines, table or Parquet file, or all of these in a folder, at any depth, by name."""
-    if path.is_dir():
-        return _open_folder(path, reading)
-    if path.name.lower().endswith((*JSON_SUFFIXES, ".json")):
-        return JsonLines(path, reading)
-    if path.suffix.lower() == ".parquet":
-        return open_parquet(path, reading)
-    if is_table(path):
-        return Table(path, reading)
-    reading.refuse_for_text(str(path), "is a file of text")
+def _open_place(place: Place, reading: RowFormat) -> Source:
+    if place.is_folder:
+        return _open_folder(place, reading)
+    return _open_file(place.open(place.names[0]), reading)
+
+
+def _open_file(file: DataFile, reading: RowFormat) -> Source:
+    """Open one text, JSON lines, table or Parquet file."""
+    name = file.name.lower()
+    if name.endswith(JSON_SUFFIXES):
+        return JsonLines(file, reading)
+    if name.endswith(".parquet"):
+        return open_parquet(file, reading)
+    if is_table(name):
+        return Table(file, reading)
+    reading.refuse_for_text(file.path, "is a file of text")
     if reading.format != "text":
-        refuse_rows([path], reading.option("format"))
-    return TextPieces(path, reading.bad_rows(str(path)))
+        refuse_rows([file], reading.option("format"))
+    return TextPieces(file, reading.bad_rows(file.path))
 
 
-def _open_folder(root: Path, reading: RowFormat) -> Source:
-    files = []
-    for folder, folders, names in os.walk(root, onerror=_raise):
-        folders[:] = [name for name in folders if not name.startswith((".", "__pycache__"))]
-        files += [Path(folder, name) for name in names if not name.startswith(".")]
-    files.sort()
-    known = (*JSON_SUFFIXES, *TABLE_SUFFIXES, ".parquet")
-    texts = [file for file in files if file.suffix.lower() in TEXT_SUFFIXES and file.stat().st_size]
-    tables = [file for file in files if file.name.lower().endswith(known)]
+def _open_folder(place: Place, reading: RowFormat) -> Source:
+    """Open all files of a folder or a pattern that are text, JSON lines, tables or Parquet, by name."""
+    root, names = place.path, place.names
+    known = (*_ROW_SUFFIXES, *TABLE_SUFFIXES, ".parquet")
+    texts = [place.open(name) for name in names if PurePath(name.lower()).suffix in TEXT_SUFFIXES]
+    texts = [file for file in texts if file.size]
+    tables = [place.open(name) for name in names if name.lower().endswith(known)]
     if texts:
-        reading.refuse_for_text(f"{root}", f"holds files of text ({texts[0].relative_to(root)})")
+        reading.refuse_for_text(root, f"holds files of text ({texts[0].name})")
         if reading.format != "text":
-            plain = [file for file in texts if file.suffix.lower() in (".txt", ".text")]
+            plain = [file for file in texts if file.name.lower().endswith((".txt", ".text"))]
             refuse_rows(plain[:100], reading.option("format"))  # each is opened, which takes long on a file server
-    reading = dataclasses.replace(reading, folder_bytes=sum(file.stat().st_size for file in (*texts, *tables)))
-    parts: list[Callable[[RowFormat], Source]] = [partial(_open_path, file) for file in tables]
+    reading = dataclasses.replace(reading, folder_bytes=sum(file.size for file in (*texts, *tables)))
+    parts: list[Callable[[RowFormat], Source]] = [partial(_open_file, file) for file in tables]
     if texts:
-        parts.insert(0, lambda reading: TextFiles(root, texts, reading.bad_rows(str(root))))
+        parts.insert(0, lambda reading: TextFiles(root, texts, reading.bad_rows(root)))
     sources = _open_parts(parts, reading)
     if not sources:
-        none = f"none of the {len(files)} files in it can be read as documents" if files else "the folder is empty"
+        none = f"none of the {len(names)} files in it can be read as documents" if names else "the folder is empty"
         raise UserError(f"{root}: {none}. Known are {', '.join(known)}, and as text {' '.join(sorted(TEXT_SUFFIXES))}.")
-    if left_out := Counter(file.suffix for file in set(files).difference(texts, tables)):
+    read = {file.name for file in (*texts, *tables)}
+    if left_out := Counter(PurePath(name).suffix for name in names if name not in read):
         named = ", ".join(f"{count:,} {suffix or 'without a suffix'}" for suffix, count in left_out.most_common(8))
         logger.info(f"{root}: {len(texts) + len(tables):,} files are read, {left_out.total():,} left out: {named}")
     return sources[0] if len(sources) == 1 else Chain(sources)
@@ -283,10 +309,6 @@ def _open_parts(parts: Sequence[Callable[[RowFormat], Source]], reading: RowForm
         reading = dataclasses.replace(reading, of_others=form)
         opened |= {number: part(reading) for number, part in enumerate(parts) if not len(opened.get(number, ()))}
     return [opened[number] for number in range(len(parts))]
-
-
-def _raise(error: OSError) -> None:  # a folder that can't be listed; os.walk would leave it out
-    raise error
 
 
 def _is_text(file: Path) -> bool:

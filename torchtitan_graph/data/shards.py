@@ -1,4 +1,4 @@
-"""Documents as token ids in memory-mapped files, written once by `scripts/pretokenize.py`.
+"""Documents as token ids in files of arrays, written once by `scripts/pretokenize.py`.
 
 A folder holds `shards.json` and, for each shard of consecutive documents, three arrays of NumPy's format (nothing is
 pickled): `tokens-N.npy`, all token ids; `ends-N.npy`, where each document ends in it; `keys-N.npy`, a hash of each
@@ -17,14 +17,15 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
 import numpy as np
 
 from torchtitan_graph.data.document import Contexts, Tokens
-from torchtitan_graph.data.files import DataFile, open_data
+from torchtitan_graph.data.files import DataFile
+from torchtitan_graph.data.places import Place
 from torchtitan_graph.data.sources import digest_files
 from torchtitan_graph.data.tokenizer import Tokenizer
 from torchtitan_graph.errors import UserError
@@ -38,9 +39,9 @@ _LEARNED, _BEGINS = 1, 2  # of targets
 _ARRAYS = ("tokens", "ends", "keys", "targets")  # the last in the second format only
 
 
-def is_shards(path: Path) -> bool:
-    """Return whether a folder was written by `write_shards`."""
-    return (path / INDEX).exists()
+def is_shards(names: Collection[str]) -> bool:
+    """Return whether a folder with files of these names was written by `write_shards`."""
+    return INDEX in names
 
 
 class Index(TypedDict):
@@ -60,18 +61,19 @@ class Shards:
     Raises UserError if the folder is not whole, or its ids are of another tokenizer.
     """
 
-    def __init__(self, folder: Path, tokenizer: Tokenizer | None) -> None:
-        self._folder = folder
-        with refuse_unreadable(str(folder / INDEX)):
-            index = read_json(folder / INDEX, Index)
+    def __init__(self, place: Place, tokenizer: Tokenizer | None) -> None:
+        self._folder = folder = place.path.rstrip("/")
+        index_file, where = place.open(INDEX), f"{folder}/{INDEX}"
+        with refuse_unreadable(where):
+            index = read_json(index_file.local(), Index, where=where)
         self.digest, self.splits, num_shards = index["source"], list(index["splits"]), index["shards"]
         if index["format"] not in (*FORMATS.values(), _OLDER):
             known = " or ".join(map(repr, FORMATS.values()))
-            raise UserError(f"{folder / INDEX}: is not of the format {known}; run scripts/pretokenize.py again")
+            raise UserError(f"{where}: is not of the format {known}; run scripts/pretokenize.py again")
         self.is_whole = index["format"] != FORMATS[False]
         names = _names(self.is_whole)
         if num_shards < 1 or not self.splits:
-            raise UserError(f"{folder / INDEX}: names no shard or no split; run scripts/pretokenize.py again")
+            raise UserError(f"{where}: names no shard or no split; run scripts/pretokenize.py again")
         if tokenizer is None:
             raise UserError(f"{folder}: holds token ids, and no text; name the corpus that they were made from")
         if index["tokenizer"] != tokenizer.digest:
@@ -79,26 +81,26 @@ class Shards:
                 f"{folder}: its token ids are of another tokenizer than model.hf_assets_path names (theirs"
                 f" {index['tokenizer']!r}, here {tokenizer.digest!r}). Name theirs, or run scripts/pretokenize.py again"
             )
-        if _files_digest(folder, num_shards, names) != index["files"]:
+        # A damaged index may say any number: the first missing file ends this.
+        self._files = [[place.open(_name(name, shard)) for name in names] for shard in range(num_shards)]
+        if _files_digest([file for files in self._files for file in files]) != index["files"]:
             raise UserError(f"{folder}: its files are not those that {INDEX} was written for; make it again")
         self._vocab_size = tokenizer.vocab_size
-        self._files = [[DataFile(_path(folder, name, shard)) for name in names] for shard in range(num_shards)]
         self._open()
-        for number, (tokens, ends, keys, *targets) in enumerate(self._arrays):
+        for (tokens, *targets), (ends, keys), files in zip(self._long, self._mapped, self._files, strict=True):
             whole = [array.dtype.kind for array in (tokens, ends, keys)] == ["u", "i", "u"] and len(ends) > 0
-            if not whole or len(ends) != len(keys) or np.any(np.diff(ends, prepend=0) < 0) or ends[-1] != len(tokens):
-                raise UserError(f"{_path(folder, 'ends', number)}: does not say where the documents of its shard end")
-            if targets and (targets[0].dtype != np.uint8 or len(targets[0]) != len(tokens)):
-                raise UserError(
-                    f"{_path(folder, 'targets', number)}: does not say which tokens of its shard are learned"
-                )
+            if not whole or len(ends) != len(keys) or np.any(np.diff(ends, prepend=0) < 0) or ends[-1] != tokens.length:
+                raise UserError(f"{files[1].path}: does not say where the documents of its shard end")
+            if targets and (targets[0].dtype != np.uint8 or targets[0].length != tokens.length):
+                raise UserError(f"{files[3].path}: does not say which tokens of its shard are learned")
 
     def _open(self) -> None:
-        self._arrays = [[_map(Path(file.path)) for file in files] for files in self._files]
-        self._first_documents = list(itertools.accumulate((len(ends) for _, ends, *_ in self._arrays), initial=0))
+        self._long = [[_Array(file) for file in (files[0], *files[3:])] for files in self._files]
+        self._mapped = [[_Array(file).mapped() for file in files[1:3]] for files in self._files]
+        self._first_documents = list(itertools.accumulate((len(ends) for ends, _ in self._mapped), initial=0))
 
     def __getstate__(self) -> dict[str, Any]:  # mapped files are opened again, not copied
-        return {name: value for name, value in self.__dict__.items() if name != "_arrays"}
+        return {name: value for name, value in self.__dict__.items() if name not in ("_long", "_mapped")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -109,16 +111,16 @@ class Shards:
 
     def __getitem__(self, index: int) -> np.ndarray | Tokens | Contexts:
         shard, number = self._find(index)
-        tokens, ends, _, *targets = self._arrays[shard]
-        for file in self._files[shard]:
-            file.check()  # reading a truncated part of a mapped file would end the process
-        mine = slice(ends[number - 1] if number else 0, ends[number])
-        ids = tokens[mine]
+        (tokens, *targets), (ends, _) = self._long[shard], self._mapped[shard]
+        self._files[shard][1].check_at_times()
+        begin, end = int(ends[number - 1]) if number else 0, int(ends[number])
+        ids = tokens.part(begin, end)
         if len(ids) and ids.max() >= self._vocab_size:
             raise UserError(f"{self._folder}, document {index + 1}: its token ids are not of this tokenizer")
         if not targets:
             return ids
-        is_target, begins = targets[0][mine] & _LEARNED != 0, np.flatnonzero(targets[0][mine] & _BEGINS)
+        marks = targets[0].part(begin, end)
+        is_target, begins = marks & _LEARNED != 0, np.flatnonzero(marks & _BEGINS)
         if not len(begins):
             return Tokens(ids.astype(np.int64), is_target)
         return Contexts(
@@ -130,8 +132,8 @@ class Shards:
 
     def identity(self, index: int) -> int:
         shard, number = self._find(index)
-        self._files[shard][2].check()
-        return int(self._arrays[shard][2][number])
+        self._files[shard][2].check_at_times()
+        return int(self._mapped[shard][1][number])
 
     def _find(self, index: int) -> tuple[int, int]:
         shard = bisect.bisect_right(self._first_documents, index) - 1
@@ -186,9 +188,8 @@ def write_shards(
     if not num_documents:
         raise UserError("the corpus has no documents")
     index = {**job, "shards": shard, "documents": num_documents, "tokens": num_tokens, "dtype": dtype.str}
-    _write(
-        part / INDEX, json.dumps({**index, "files": _files_digest(part, shard, _names(is_whole))}, indent=1).encode()
-    )
+    files = [DataFile(part / _name(name, number)) for number in range(shard) for name in _names(is_whole)]
+    _write(part / INDEX, json.dumps({**index, "files": _files_digest(files)}, indent=1).encode())
     os.rename(part, folder)
 
 
@@ -221,9 +222,9 @@ def _begin(part: Path, job: dict[str, Any]) -> None:
 def _whole_shards(part: Path) -> tuple[int, int, int]:
     """Return the numbers of whole shards, and of their documents and tokens."""
     number = num_documents = num_tokens = 0
-    while _path(part, "keys", number).is_file():
-        num_documents += len(_map(_path(part, "ends", number)))
-        num_tokens += len(_map(_path(part, "tokens", number)))
+    while (part / _name("keys", number)).is_file():
+        num_documents += _Array(DataFile(part / _name("ends", number))).length
+        num_tokens += _Array(DataFile(part / _name("tokens", number))).length
         number += 1
     return number, num_documents, num_tokens
 
@@ -238,10 +239,10 @@ def _write_shard(
 ) -> None:
     ends = np.cumsum([len(ids) for ids in ids_of], dtype=np.int64)
     if targets_of:
-        _write(_path(folder, "targets", number), np.concatenate(targets_of).astype(np.uint8))
+        _write(folder / _name("targets", number), np.concatenate(targets_of).astype(np.uint8))
     arrays = (np.concatenate(ids_of).astype(dtype), ends, np.array(keys, np.uint64))
     for name, array in zip(_names(False), arrays, strict=True):
-        _write(_path(folder, name, number), array)
+        _write(folder / _name(name, number), array)
 
 
 def _names(is_whole: bool) -> tuple[str, ...]:
@@ -269,29 +270,36 @@ _HEADER = re.compile(
 )
 
 
-def _map(path: Path) -> np.ndarray:
-    """Return a memory-mapped array of one dimension, of integers."""
-    with refuse_unreadable(str(path)), open_data(path) as file:
-        header = _HEADER.match(file.read(4096))
+class _Array:
+    """An array of one dimension, of integers, in a file; raises UserError if it holds something else."""
+
+    def __init__(self, file: DataFile) -> None:
+        self._file = file
+        header = _HEADER.match(file.read_part(0, 4096))
         if not header or int.from_bytes(header[1], "little") != len(header[2]):
-            raise UserError(f"{path}: is not an array of integers as scripts/pretokenize.py writes them")
-        dtype, length = np.dtype(header[3].decode()), int(header[4])
-        size = header.end() + length * dtype.itemsize
-        if os.fstat(file.fileno()).st_size != size:
-            raise UserError(f"{path}: has other than the {size:,} bytes that its header says")
-        if not length:  # can't be mapped
-            return np.empty(0, dtype)
-        return np.memmap(file, dtype, mode="r", offset=header.end(), shape=(length,))
+            raise UserError(f"{file.path}: is not an array of integers as scripts/pretokenize.py writes them")
+        self.dtype, self.length = np.dtype(header[3].decode()), int(header[4])
+        self._begin = header.end()
+        if file.size != (size := self._begin + self.length * self.dtype.itemsize):
+            raise UserError(f"{file.path}: has other than the {size:,} bytes that its header says")
+
+    def part(self, begin: int, end: int) -> np.ndarray:
+        """Return the elements from `begin` to before `end`; of a part that is not there, those that are."""
+        size = self.dtype.itemsize
+        return np.frombuffer(self._file.read_part(self._begin + begin * size, (end - begin) * size), self.dtype)
+
+    def mapped(self) -> np.ndarray:
+        """Return the array, mapped into memory."""
+        if not self.length:  # can't be mapped
+            return np.empty(0, self.dtype)
+        with refuse_unreadable(self._file.path):
+            array = np.memmap(self._file.local(), self.dtype, mode="r", offset=self._begin, shape=(self.length,))
+        return array.view(np.ndarray)  # an element of a memmap costs ten times as much
 
 
-def _path(folder: Path, name: str, number: int) -> Path:
-    return folder / f"{name}-{number:05}.npy"
+def _name(array: str, number: int) -> str:
+    return f"{array}-{number:05}.npy"
 
 
-def _files_digest(folder: Path, num_shards: int, names: tuple[str, ...]) -> str:
-    files: list[Path] = []
-    for number in range(num_shards):  # may be any number: the first missing file ends the loop
-        files += [_path(folder, name, number) for name in names]
-        if missing := next((file for file in files[-len(names) :] if not file.is_file()), None):
-            raise UserError(f"{missing} is missing")
-    return digest_files(folder, files)
+def _files_digest(files: list[DataFile]) -> str:
+    return digest_files(files, [file.base for file in files])

@@ -4,11 +4,13 @@ import bisect
 import hashlib
 import itertools
 import os
-from collections.abc import Iterable
-from pathlib import Path
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Protocol
 
 from torchtitan_graph.data.document import Document
+from torchtitan_graph.data.files import DataFile
 from torchtitan_graph.errors import UserError
 
 # Corpora up to this size are read once when they are opened: their digest covers every byte, and corrupt input is found
@@ -16,6 +18,7 @@ from torchtitan_graph.errors import UserError
 # found when it is read.
 SMALL_CORPUS_BYTES = 64 * 2**20
 _END_BYTES = 4096
+_AT_ONCE = 16  # files
 
 
 class Source(Protocol):
@@ -70,21 +73,22 @@ def is_small(size: int) -> bool:
     return size <= SMALL_CORPUS_BYTES
 
 
-def digest_files(root: Path, files: list[Path]) -> str:
-    """Return a hash of the names below `root`, sizes and contents of files: all of it, or both ends of large ones."""
-    sizes = [file.stat().st_size for file in files]
-    whole = sum(sizes) <= SMALL_CORPUS_BYTES
-    parts: list[str | bytes] = []
-    for file, size in zip(files, sizes, strict=True):
-        parts += [os.fsencode(file.relative_to(root)), str(size)]
-        with open(file, "rb") as stream:
-            if whole:
-                parts.append(hashlib.sha256(stream.read()).digest())
-            else:
-                parts.append(stream.read(_END_BYTES))
-                stream.seek(max(0, size - _END_BYTES))
-                parts.append(stream.read(_END_BYTES))
-    return _hash(parts)
+def digest_files(files: Sequence[DataFile], names: Sequence[str]) -> str:
+    """Return a hash of names, and of the sizes and contents of files: all of it, or both ends of large ones."""
+    whole = sum(file.size for file in files) <= SMALL_CORPUS_BYTES
+    with ThreadPoolExecutor(_AT_ONCE) as pool:  # each waits for its server, if it is at an address
+        contents = pool.map(partial(_contents, whole), files)
+        parts: list[list[str | bytes]] = [
+            [os.fsencode(name), str(file.size), *found]
+            for name, file, found in zip(names, files, contents, strict=True)
+        ]
+    return _hash(part for each in parts for part in each)
+
+
+def _contents(whole: bool, file: DataFile) -> list[bytes]:
+    if whole:
+        return [hashlib.sha256(file.read()).digest()]
+    return [file.read_part(0, _END_BYTES), file.read_part(max(0, file.size - _END_BYTES), _END_BYTES)]
 
 
 def _hash(parts: Iterable[str | bytes]) -> str:

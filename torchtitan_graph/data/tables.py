@@ -5,7 +5,7 @@ import csv
 from array import array
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import PurePath
 
 import numpy as np
 
@@ -13,21 +13,21 @@ from torchtitan_graph.data.bad_rows import BadRow
 from torchtitan_graph.data.document import Document
 from torchtitan_graph.data.files import (
     DataFile,
+    Progress,
     are_json_objects,
+    chunks_as_file,
     decode,
     first_lines,
-    open_data,
     refuse_packed,
-    unpacked,
-    without_gz,
 )
 from torchtitan_graph.data.forms import RowFormat, form_of
 from torchtitan_graph.data.lines import LONGEST_ROW
 from torchtitan_graph.data.row_forms import Form
-from torchtitan_graph.data.sources import digest_files
+from torchtitan_graph.data.sources import digest_files, is_small
+from torchtitan_graph.data.unpack import UnpackedFile, is_packed, unpacked_name
 from torchtitan_graph.errors import UserError
 
-TABLE_SUFFIXES = (".csv", ".tsv", ".csv.gz", ".tsv.gz")
+TABLE_SUFFIXES = (".csv", ".tsv", ".csv.gz", ".tsv.gz", ".csv.zst", ".tsv.zst")
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
 _OTHER_DELIMITERS = ";\t|,"
 
@@ -37,33 +37,37 @@ _OTHER_DELIMITERS = ";\t|,"
 # reading the file once as Latin-1: the characters that divide it are the same bytes in UTF-8.
 
 
-def is_table(path: Path) -> bool:
+def is_table(name: str) -> bool:
     """Return whether a file is a table by its name."""
-    return path.name.lower().endswith(TABLE_SUFFIXES)
+    return name.lower().endswith(TABLE_SUFFIXES)
 
 
 class Table:
     """A document per row of a table, whose first row has the names of the columns. Blank lines are skipped.
 
-    Opening reads the file once, for the place of every row (16 bytes of memory each); one that is packed by gzip is
-    unpacked into a temporary file first.
+    Opening reads the file once, for the place of every row (16 bytes each), which is kept as that of JSON lines is; a
+    packed file is unpacked first, as those are.
     """
 
-    def __init__(self, file: Path, reading: RowFormat) -> None:
-        self._file, self._bad_rows = str(file), reading.bad_rows(str(file))
-        self._data = packed = DataFile(file)
-        digest = digest_files(file.parent, [file])
-        name = file.name.lower()
-        if name.endswith(".gz"):
-            self._data = unpacked(file, self)
-        else:
-            refuse_packed(packed, TABLE_SUFFIXES)
+    def __init__(self, file: DataFile, reading: RowFormat) -> None:
+        self._file, self._bad_rows = file.path, reading.bad_rows(file.path)
+        self._name = unpacked_name(file.base)
+        digest = digest_files([file], [file.base])
+        self._data = UnpackedFile(file, reading.cache) if is_packed(file.name) else file
+        if self._data is file:
+            refuse_packed(file, TABLE_SUFFIXES)
         if are_json_objects(first_lines(self._data)):
-            stem = without_gz(file.name).rpartition(".")[0]
-            raise UserError(f"{file}: its lines are JSON objects, and no rows of a table: rename it to {stem}.jsonl")
-        self._delimiter = _DELIMITERS[Path(name.removesuffix(".gz")).suffix]
-        self._starts, self._lines = self._index()
-        packed.check()
+            stem = self._name.rpartition(".")[0]
+            raise UserError(
+                f"{self._file}: its lines are JSON objects, and no rows of a table: rename it to {stem}.jsonl"
+            )
+        self._delimiter = _DELIMITERS[PurePath(self._name.lower()).suffix]
+        if is_small(self._data.size):
+            self._starts, self._lines = self._index()
+        else:
+            found, self._entry = reading.cache.arrays("rows", self._name, self._data.key, build=self._index)
+            self._starts, self._lines = found
+        file.check()
         self._header = self._read_header() if len(self._starts) > 1 else []
         self.form: Form = form_of(reading, lambda index: dict.fromkeys(self._header), len(self), self._file)
         self.digest, self.is_whole = digest + self.form.digest, self.form.is_whole
@@ -79,7 +83,7 @@ class Table:
         return self._bad_rows.read(self._read, index)
 
     def identity(self, index: int) -> str:
-        return f"{without_gz(Path(self._file).name)}:{index}"
+        return f"{self._name}:{index}"
 
     def _read(self, index: int) -> Document:
         where = f"{self._file}, line {self._lines[index + 1]}"
@@ -122,11 +126,14 @@ class Table:
             )
         return header
 
-    def _index(self) -> tuple[np.ndarray, np.ndarray]:
+    def _index(self) -> list[np.ndarray]:
         """Return the byte at which each row begins, the header's first, with the file's end, and each one's line."""
         starts, lines = array("q"), array("q")
-        with open_data(Path(self._data.path)) as stream:
-            stream.seek(begin := len(codecs.BOM_UTF8) if stream.read(3) == codecs.BOM_UTF8 else 0)
+        progress = Progress(f"finding the rows of {self._file}", self._data.size)
+        with chunks_as_file(self._data, progress) as stream:
+            begin = 0
+            if stream.peek(3).startswith(codecs.BOM_UTF8):
+                begin = len(stream.read(3))
             reading = _Reading(iter(lambda: stream.readline(LONGEST_ROW + 1), b""), begin)
             rows = _rows(iter(reading), self._delimiter)
             while True:
@@ -146,7 +153,7 @@ class Table:
                     starts.append(start)
                     lines.append(line + 1)
             starts.append(reading.position)
-        return np.array(starts, np.int64), np.array(lines, np.int64)
+        return [np.array(starts, np.int64), np.array(lines, np.int64)]
 
 
 class _Reading:

@@ -1,31 +1,30 @@
 """Documents by number, from files of text."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from torchtitan_graph.data.bad_rows import BadRows
 from torchtitan_graph.data.columns import PAIRS
 from torchtitan_graph.data.document import Document
 from torchtitan_graph.data.files import DataFile, are_json_objects, decode, first_lines, refuse_packed
+from torchtitan_graph.data.lines import JSON_SUFFIXES
 from torchtitan_graph.data.sources import digest_files, is_small
+from torchtitan_graph.data.tables import TABLE_SUFFIXES
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
 
 _LONGEST_CHARACTER = 4  # bytes of UTF-8
-_GZ_SUFFIXES = (".jsonl.gz", ".json.gz", ".csv.gz", ".tsv.gz")
 _TABLES = ({"prompt", "completion"}, {"user", "assistant"}, *map(set, PAIRS))
 
 
 class TextFiles:
-    """A document per file, UTF-8; files are numbered as given and named relative to `root`."""
+    """A document per file, UTF-8; files are numbered as given."""
 
     is_whole = False
 
-    def __init__(self, root: Path, files: list[Path], bad_rows: BadRows | None = None) -> None:
-        self._bad_rows = bad_rows or BadRows(str(root))
-        self._files = [DataFile(file) for file in files]
-        self._names = [str(file.relative_to(root)) for file in files]
-        self.digest = digest_files(root, files)
+    def __init__(self, root: str, files: list[DataFile], bad_rows: BadRows | None = None) -> None:
+        self._bad_rows = bad_rows or BadRows(root)
+        self._files = files
+        self.digest = digest_files(files, [file.name for file in files])
         if is_small(sum(file.size for file in self._files)):
             self._bad_rows.read_all(self._read, len(self))
 
@@ -39,7 +38,7 @@ class TextFiles:
         return decode(self._files[index].read(), self._files[index].path)
 
     def identity(self, index: int) -> str:
-        return self._names[index]
+        return self._files[index].name
 
 
 class TextPieces:
@@ -53,11 +52,10 @@ class TextPieces:
     PIECE_BYTES = 8192
     is_whole = False
 
-    def __init__(self, file: Path, bad_rows: BadRows | None = None) -> None:
-        self._file, self._bad_rows = str(file), bad_rows or BadRows(str(file))
-        self._data = DataFile(file)
-        self.digest = digest_files(file.parent, [file])
-        refuse_packed(self._data, _GZ_SUFFIXES)
+    def __init__(self, file: DataFile, bad_rows: BadRows | None = None) -> None:
+        self._file, self._bad_rows, self._data = file.path, bad_rows or BadRows(file.path), file
+        self.digest = digest_files([file], [file.base])
+        refuse_packed(self._data, (*JSON_SUFFIXES, *TABLE_SUFFIXES))
         self._number = -(-self._data.size // self.PIECE_BYTES)
         if self._number and not self._piece(self._number - 1)[0]:
             self._number -= 1
@@ -97,20 +95,21 @@ class TextPieces:
         return place + inside
 
     def identity(self, index: int) -> str:
-        return f"{Path(self._file).name}:{index}"
+        return f"{self._data.base}:{index}"
 
 
-def refuse_rows(files: Sequence[Path], option: str) -> None:
+def refuse_rows(files: Sequence[DataFile], option: str) -> None:
     """Raise UserError for a file of text whose first lines are JSON objects; warn of one that begins as a table.
 
     option: the name of the option that says that it is text.
     """
-    for path in files:
-        lines = first_lines(DataFile(path))
+    for file in files:
+        path, stem = file.path, file.base.rpartition(".")[0] or file.base
+        lines = first_lines(file)
         if are_json_objects(lines):
             raise UserError(
                 f"{path}: its lines are JSON objects, and would be learned as they are, braces and keys: rename it to"
-                f" {path.stem}.jsonl to train on what they hold, or set {option} = 'text'"
+                f" {stem}.jsonl to train on what they hold, or set {option} = 'text'"
             )
         first = lines[0].decode(errors="replace") if lines else ""
         for delimiter, suffix in ((",", ".csv"), ("\t", ".tsv")):
@@ -118,5 +117,5 @@ def refuse_rows(files: Sequence[Path], option: str) -> None:
             if any(pair <= header for pair in _TABLES):
                 logger.warning(
                     f"{path}: is read as text, and its first line, {first!r:.80}, is like the names of a table's"
-                    f" columns: rename it to {path.stem}{suffix} to train on its rows"
+                    f" columns: rename it to {stem}{suffix} to train on its rows"
                 )

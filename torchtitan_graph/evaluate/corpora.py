@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -10,9 +11,11 @@ import torch
 from torchtitan_graph.config.job import VALIDATION_LOSS
 from torchtitan_graph.data.counts import in_words
 from torchtitan_graph.data.feed import Feed
+from torchtitan_graph.data.open_corpus import list_corpora
 from torchtitan_graph.data.token_bytes import token_bytes
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.evaluate.model import Evaluated
+from torchtitan_graph.parallel.agree import on_rank_0
 from torchtitan_graph.parallel.layout import CP
 from torchtitan_graph.trainer import count_rows, open_validation
 
@@ -49,7 +52,8 @@ def evaluate_corpora(evaluated: Evaluated) -> dict[str, CorpusResult]:
     device = blueprint.target.device
     sizes_V = token_bytes(blueprint.tokenizer)
     results = {}
-    for metric, (data, most, option) in open_validation(blueprint).items():
+    listed = on_rank_0(partial(list_corpora, blueprint.config, to_validate=True))
+    for metric, (data, most, option) in open_validation(blueprint, listed).items():
         count_rows(data)
         feed = Feed(data, layout, device, most=most)
         # log-likelihood, likeliest targets, targets, bytes: of this rank's rows

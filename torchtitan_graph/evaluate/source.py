@@ -11,6 +11,7 @@ from typing import NamedTuple
 from torchtitan_graph.checkpoint import best_checkpoint, newest_below
 from torchtitan_graph.checkpoint.folder import CHECKPOINTS, CONFIG, step_folder
 from torchtitan_graph.config import JobConfig, load
+from torchtitan_graph.config.addresses import is_address, is_pattern
 from torchtitan_graph.config.job import OPTIONS, is_set, put
 from torchtitan_graph.config.resolve import COMMAND_LINE
 from torchtitan_graph.errors import UserError, listed
@@ -118,7 +119,7 @@ def _choose_sets(config: JobConfig, sets: Sequence[str]) -> None:
             raise UserError(f"--set {each}: must be NAME=PATH")
         place = Path(path).expanduser()
         with refuse_unreadable(f"--set {each}"):
-            if not place.exists():
+            if not is_address(path) and not is_pattern(path) and not place.exists():
                 raise UserError(f"--set {each}: there is no such file or folder{near_path(place)}")
         rows.append({"name": name, "dataset_path": path, **common})
     try:

@@ -38,6 +38,8 @@ _NO_MATTER = (
     "training.global_batch_size",  # the number of microbatches counts, see below
     "training.dataset",
     "training.dataset_path",
+    "training.cache_folder",
+    "training.cache_gb",
     "training.sources",
     "training.epochs",
     "training.format",

@@ -1,6 +1,12 @@
 import pytest
 
 
+@pytest.fixture(autouse=True)
+def cache_of_the_node(tmp_path_factory, monkeypatch):
+    """Nothing is kept among the user's caches, nor found there."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("caches")))
+
+
 class Texts:
     """Documents in memory, as a source."""
 

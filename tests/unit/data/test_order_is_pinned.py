@@ -31,7 +31,7 @@ EXPECTED: dict[str, tuple[str, ...]] = {
     "lines.jsonl": ("ab48c608646058bc", "43bb875fef7339ee", "33241dd902ab4372"),
     "table.parquet": ("080a58ffe794c07d", "743baf21451667a8", "10fbd6c3494bddb2"),
     "saved": ("eb658fb9872a9a8e", "cf187c599e934b9f", "9b2c2a4f7fc709df"),
-    "shards": ("7789cbc3b9e30305", "43bb875fef7339ee", "33241dd902ab4372"),
+    "shards": ("d8d0bb43ea3699f2", "43bb875fef7339ee", "33241dd902ab4372"),
     "own": ("c85d39dbaf313879", "f9b5fd92026c364e", "675b6b195feb4e45"),
     "chats.jsonl": ("cfa60b19391c10c0", "a660e94a3e43bd23", "12a28bb84c4e9110"),
     "mixture": ("4b1c6bdca392c8e4", "08c74d95334800ba"),

@@ -17,9 +17,11 @@ import torch
 
 from torchtitan_graph.data import DataLoader, build_dataloader, load_tokenizer
 from torchtitan_graph.data.corpus import document_key
+from torchtitan_graph.data.files import DataFile
+from torchtitan_graph.data.forms import RowFormat
 from torchtitan_graph.data.open_corpus import open_corpus
-from torchtitan_graph.data.shards import Shards, write_shards
-from torchtitan_graph.data.sources import digest_files
+from torchtitan_graph.data.shards import write_shards
+from torchtitan_graph.data.sources import Source, digest_files
 from torchtitan_graph.data.tokenizer import ByteTokenizer, Tokenizer
 from torchtitan_graph.errors import UserError
 
@@ -207,6 +209,10 @@ DAMAGES = {
 }
 
 
+def source_of(folder: Path) -> Source:
+    return open_corpus("", str(folder), "all", 0, RowFormat(ByteTokenizer())).source
+
+
 def damaged(shards: Path, folder: Path, name: str, change, keep_digest: bool) -> Path:
     folder.mkdir()
     for file in shards.iterdir():
@@ -215,7 +221,8 @@ def damaged(shards: Path, folder: Path, name: str, change, keep_digest: bool) ->
     if not keep_digest:
         index = json.loads((folder / "shards.json").read_text())
         arrays = itertools.product(range(index["shards"]), ("tokens", "ends", "keys"))
-        index["files"] = digest_files(folder, [folder / f"{array}-{number:05}.npy" for number, array in arrays])
+        files = [DataFile(folder / f"{array}-{number:05}.npy") for number, array in arrays]
+        index["files"] = digest_files(files, [file.name for file in files])
         (folder / "shards.json").write_text(json.dumps(index))
     return folder
 
@@ -260,16 +267,17 @@ FORGERIES = {
 def test_shards_that_were_changed_with_their_index_run_nothing_and_are_refused(shards, forgery, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="-00000.npy"):
-        Shards(damaged(shards, tmp_path / "forged", *FORGERIES[forgery], keep_digest=False), ByteTokenizer())
+        source_of(damaged(shards, tmp_path / "forged", *FORGERIES[forgery], keep_digest=False))
     assert not (tmp_path / "pickle-was-run").exists()
 
 
 @pytest.mark.parametrize("name", ["tokens-00000.npy", "ends-00000.npy", "keys-00000.npy"])
 @pytest.mark.parametrize("change", [lambda file: os.truncate(file, 300), lambda file: os.utime(file, (1, 1))])
-def test_shards_that_change_while_they_are_read_are_named(shards, tmp_path, name, change):
+def test_shards_that_change_while_they_are_read_are_named(shards, tmp_path, monkeypatch, name, change):
     """To read from a mapped file what was cut off would end the process."""
+    monkeypatch.setattr("torchtitan_graph.data.files.CHECK_S", 0)  # at each document
     shutil.copytree(shards, tmp_path / "copy")
-    source = Shards(tmp_path / "copy", ByteTokenizer())
+    source = source_of(tmp_path / "copy")
     change(tmp_path / "copy" / name)
     with pytest.raises(UserError, match=name):
         source[0], source.identity(0)
@@ -278,7 +286,7 @@ def test_shards_that_change_while_they_are_read_are_named(shards, tmp_path, name
 def test_ids_that_the_tokenizer_does_not_have_are_refused(shards, tmp_path):
     forged = damaged(shards, tmp_path / "f", "tokens-00000.npy", npy(lambda tokens: tokens + 300), keep_digest=False)
     with pytest.raises(UserError, match="document 2: its token ids are not of this tokenizer"):
-        Shards(forged, ByteTokenizer())[1]
+        source_of(forged)[1]
 
 
 # The script

@@ -10,8 +10,7 @@ from torchtitan_graph.config.job import DataSource
 from torchtitan_graph.data import build_dataloader, load_tokenizer
 from torchtitan_graph.data.corpus import ShuffledCorpus
 from torchtitan_graph.data.forms import RowFormat
-from torchtitan_graph.data.open_corpus import open_mixture
-from torchtitan_graph.data.shards import Shards
+from torchtitan_graph.data.open_corpus import open_corpus, open_mixture
 from torchtitan_graph.data.special_tokens import warn_of_special_tokens
 
 SMALL = "tests/assets/tokenizer"
@@ -94,12 +93,15 @@ def test_shards_may_hold_special_tokens_of_text(chat, tmp_path, warnings):
         dataset="", dataset_path=str(chat), hf_assets_path=SMALL, split="train", format=None, columns={},
         loss_on="assistant", unclear_turns="refuse", chat_template=None, chat_date=None, on_bad_row="refuse",
         split_turns="auto", chat_template_kwargs={}, num_documents=None, num_workers=0, tokens_per_shard=100,
+        cache_folder=None, cache_gb=1.0,
     )  # fmt: skip
     for name, special_tokens in (("text", False), ("tokens", True)):
         script.pretokenize(argparse.Namespace(**options, out=tmp_path / name, special_tokens=special_tokens))
     assert len(warnings()) == 1
     tokenizer = load_tokenizer(SMALL)
-    as_text, as_tokens = Shards(tmp_path / "text", tokenizer), Shards(tmp_path / "tokens", tokenizer)
+    as_text, as_tokens = (
+        open_corpus("", str(tmp_path / name), "all", 0, RowFormat(tokenizer)).source for name in ("text", "tokens")
+    )
     question, answer = tokenizer.encode("a question"), tokenizer.encode("an answer")
     assert as_text[0].tolist() == tokenizer.encode(CHAT[0])
     assert as_tokens[0].tolist() == [0, *question, 1, 0, *answer, 1]

@@ -19,7 +19,7 @@ from torchtitan_graph.data.messages import LEARNED
 from torchtitan_graph.data.open_corpus import open_corpus
 from torchtitan_graph.data.packing import Cursor, Packing
 from torchtitan_graph.data.rendering import with_defaults
-from torchtitan_graph.data.shards import Shards, write_shards
+from torchtitan_graph.data.shards import write_shards
 from torchtitan_graph.data.tokenizer import load_tokenizer
 from torchtitan_graph.data.whole_lane import open_lane
 from torchtitan_graph.errors import UserError
@@ -276,7 +276,7 @@ def test_contexts_are_packed_each_by_itself_counted_and_kept_by_shards(tmp_path)
         source_digest=corpus.source.digest, splits=["all"], tokenizer=tokenizer, tokens_per_shard=300,
     )  # fmt: skip
     assert [*writing][-1][0] == 8
-    shards = Shards(tmp_path / "shards", tokenizer)
+    shards = open_corpus("", str(tmp_path / "shards"), "all", 0, RowFormat(tokenizer)).source
     for number, document in enumerate(documents):
         for ours, theirs in zip(shards[number].contexts, document.contexts, strict=True):
             assert [x.tolist() for x in ours] == [x.tolist() for x in theirs]

@@ -1,0 +1,272 @@
+"""A corpus at an address gives the rows that it gives here, is read once for a node, and survives kills and changes."""
+
+import dataclasses
+import gc
+import gzip
+import itertools
+import json
+import multiprocessing
+import os
+import pickle
+import time
+import uuid
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkProcess as Process
+from pathlib import Path
+
+import fsspec
+import numpy as np
+import pytest
+
+from s3 import Request, Store, at_first
+from torchtitan_graph.config import check_data
+from torchtitan_graph.config.job import ValidationSet
+from torchtitan_graph.config.load import load
+from torchtitan_graph.data import build_dataloader, lines, remote_file, sources
+from torchtitan_graph.data.corpus import document_key
+from torchtitan_graph.data.forms import RowFormat
+from torchtitan_graph.data.node_cache import NodeCache
+from torchtitan_graph.data.open_corpus import list_corpora, open_corpus
+from torchtitan_graph.data.shards import write_shards
+from torchtitan_graph.data.tokenizer import ByteTokenizer
+from torchtitan_graph.errors import UserError
+
+FORK = multiprocessing.get_context("fork")  # starts at once
+TEXTS = ["".join(chr(97 + number * place % 26) for place in range(1 + number * 7 % 50)) for number in range(300)]
+LINES = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
+TABLE = "".join(["text,id\n", *(f'"{text}",{number}\n' for number, text in enumerate(TEXTS))]).encode()
+
+
+def zstd(content: bytes) -> bytes:
+    return pytest.importorskip("pyarrow").compress(content, codec="zstd", asbytes=True)
+
+
+def write_folder(path: Path) -> None:
+    (path / "b" / ".hidden").mkdir(parents=True)
+    (path / "b" / ".hidden" / "x.txt").write_text("hidden")
+    (path / "b.jsonl").write_bytes(LINES[: LINES.index(b"\n") + 1])
+    for number, text in enumerate(TEXTS[:60]):
+        (path / "b" / f"{number}.txt").write_text(text)
+
+
+def write_tokens(path: Path) -> None:
+    documents = ((document_key(f"x:{i}"), np.array([*TEXTS[i].encode()], np.int64)) for i in range(300))
+    list(
+        write_shards(
+            path,
+            lambda start: documents,
+            source_digest="x",
+            splits=["train", "validation"],
+            tokenizer=ByteTokenizer(),
+            tokens_per_shard=2000,
+        )
+    )
+
+
+def write_parquet(path: Path) -> None:
+    pytest.importorskip("datasets").Dataset.from_dict({"text": TEXTS}).to_parquet(str(path))
+
+
+KINDS = {
+    "lines.jsonl": lambda path: path.write_bytes(LINES),
+    "lines.jsonl.gz": lambda path: path.write_bytes(gzip.compress(LINES)),
+    "lines.jsonl.zst": lambda path: path.write_bytes(zstd(LINES)),
+    "table.csv": lambda path: path.write_bytes(TABLE),
+    "table.csv.zst": lambda path: path.write_bytes(zstd(TABLE)),
+    "book.txt": lambda path: path.write_bytes(LINES.replace(b"{", b"(")),
+    "table.parquet": write_parquet,
+    "folder": write_folder,
+    "tokens": write_tokens,
+}
+
+
+@pytest.fixture(autouse=True)
+def cache_of_datasets(tmp_path, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+@pytest.fixture
+def bucket():
+    """A folder of fsspec's memory."""
+    name = f"memory://{uuid.uuid4().hex}"
+    yield name
+    fsspec.filesystem("memory").rm(name, recursive=True)
+
+
+def put(path: Path, address: str) -> str:
+    fsspec.filesystem("memory").put(str(path), address, recursive=True)
+    return address
+
+
+def rows_of(path: str, number: int = 12, **options) -> list:
+    data = build_dataloader(
+        dataset="", dataset_path=path, split="train", tokenizer=ByteTokenizer(), seed=3, seq_len=64,
+        local_batch_size=4, dp_rank=0, dp_degree=1, **options,
+    )  # fmt: skip
+    return [next(data).tokens_BL.tolist() for _ in range(number)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("small", [True, False])
+def test_a_corpus_at_an_address_gives_the_same_rows(tmp_path, bucket, monkeypatch, kind, small):
+    monkeypatch.setattr(remote_file, "CHUNK", 1000)  # several blocks
+    if not small:
+        monkeypatch.setattr(sources, "SMALL_CORPUS_BYTES", 0)
+    KINDS[kind](tmp_path / kind)
+    address = put(tmp_path / kind, f"{bucket}/{kind}")
+    assert rows_of(address) == rows_of(str(tmp_path / kind))
+    reading = RowFormat(ByteTokenizer())
+    here, there = (open_corpus("", path, "all", 0, reading) for path in (str(tmp_path / kind), address))
+    assert here.digest == there.digest, "so a run goes on from either"
+    copy = pickle.loads(pickle.dumps(there))  # as in a worker process that is spawned
+    assert [str(copy.source[i]) for i in range(30)] == [str(here.source[i]) for i in range(30)]
+
+
+def test_a_store_that_fails_gives_the_same_rows_and_a_second_start_asks_for_none(tmp_path, store, monkeypatch):
+    monkeypatch.setattr(remote_file, "CHUNK", 2000)
+    monkeypatch.setattr(sources, "SMALL_CORPUS_BYTES", 0)
+    monkeypatch.setattr("torchtitan_graph.patience.FIRST_S", 0.01)
+    (tmp_path / "lines.jsonl").write_bytes(LINES)
+    store.put("corpus/lines.jsonl", LINES)
+    store.plan = at_first(["503", "pass", "reset", "half", "lost", "500", "pass", "429", "half"] * 2)
+    assert rows_of(f"{store.address}/corpus") == rows_of(str(tmp_path / "lines.jsonl"))
+    assert len([each for each in store.requests if is_read(each) and each.action == "pass"]) < 2 + len(LINES) / 2000
+    store.requests = []
+    monkeypatch.setattr(lines, "_index_lines", None)  # it is kept
+    assert rows_of(f"{store.address}/corpus") == rows_of(f"{store.address}/corpus/*.jsonl")
+    assert not [*filter(is_read, store.requests)]
+
+
+def is_read(request: Request) -> bool:
+    return request.method == "GET" and "lines.jsonl" in request.path and "list-type" not in request.path
+
+
+def read_there(address: str, there: Connection) -> None:
+    remote_file.CHUNK, sources.SMALL_CORPUS_BYTES = 2000, 0
+    there.send(open_corpus("", address, "all", 0).source[7])
+
+
+def reading(store: Store) -> tuple[Connection, Process]:
+    """Start another process that opens a corpus."""
+    found, there = FORK.Pipe(duplex=False)
+    process = FORK.Process(target=read_there, args=(f"{store.address}/lines.jsonl", there), daemon=True)
+    process.start()
+    there.close()
+    return found, process
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_processes_of_a_node_read_a_file_once(store):
+    store.put("lines.jsonl", LINES)
+    processes = [reading(store) for _ in range(3)]
+    assert [found.recv() for found, _ in processes] == [TEXTS[7]] * 3
+    assert len([*filter(is_read, store.requests)]) == -(-len(LINES) // 2000)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_start_goes_on_where_a_killed_one_stopped(store):
+    store.put("lines.jsonl", LINES)
+    num_blocks = -(-len(LINES) // 2000)
+    actions = iter(["pass"] * 8)  # enough to list and to read some blocks
+    store.plan = (next(actions, "stall") for _ in itertools.count())
+    _, process = reading(store)
+    while len(store.requests) < 10:
+        time.sleep(0.02)
+    process.kill()
+    process.join()
+    came = len([each for each in store.requests if is_read(each) and each.action == "pass"])
+    store.plan, store.requests = itertools.repeat("pass"), []
+    found, _ = reading(store)
+    assert found.recv() == TEXTS[7]
+    again = len([*filter(is_read, store.requests)])
+    assert num_blocks - came <= again < num_blocks
+    (folder,) = Path(os.environ["XDG_CACHE_HOME"]).glob("*")
+    assert not [*folder.rglob("part")]
+
+
+def test_a_file_that_changes_is_another_and_named_while_it_is_read(store, monkeypatch):
+    monkeypatch.setattr(remote_file, "CHUNK", 100_000)
+    monkeypatch.setattr(sources, "SMALL_CORPUS_BYTES", 0)
+    store.put("book.txt", 130 * LINES.replace(b"{", b"("))
+    source = open_corpus("", f"{store.address}/book.txt", "all", 0).source
+    first = source[0]
+    store.put("book.txt", 130 * LINES.replace(b"{", b"["))
+    with pytest.raises(UserError, match=r"s3://bucket/book.txt: was written since it was opened"):
+        [source[index] for index in range(len(source))]
+    assert open_corpus("", f"{store.address}/book.txt", "all", 0).source[0] == first.replace("(", "[")
+
+
+@pytest.mark.parametrize("name", ["lines.jsonl", "book.txt", "tokens", "lines.jsonl.gz"])
+def test_what_does_not_fit_into_the_cache_is_read_by_ranges_or_refused(tmp_path, bucket, monkeypatch, name):
+    monkeypatch.setattr(sources, "SMALL_CORPUS_BYTES", 0)
+    monkeypatch.setattr(remote_file, "CHUNK", 500)
+    KINDS[name](tmp_path / name)
+    address, here = put(tmp_path / name, f"{bucket}/{name}"), rows_of(str(tmp_path / name))
+    cache = NodeCache(str(tmp_path / "small"), 4000)
+    reading = RowFormat(ByteTokenizer(), cache=cache)
+    if name.endswith(".gz") or name == "tokens":
+        with pytest.raises(UserError, match=r"training.cache_gb = 4e-06: .* don't fit .*training.cache_folder"):
+            rows_of(address, reading=reading)
+    else:
+        assert rows_of(address, reading=reading) == here
+    assert sum(file.stat().st_size for file in (tmp_path / "small").rglob("*")) <= 4000 + 4096 * 20
+
+
+def test_what_was_used_longest_ago_makes_room_and_what_is_used_stays(tmp_path):
+    cache = NodeCache(str(tmp_path / "cache"), 1000)
+    folders = []
+    for number in range(3):
+        entry = cache.open(str(number), size=300)
+        os.utime(entry.folder / "used", (number, number))
+        folders.append(entry.folder)
+    assert entry.folder == folders[2]
+    gc.collect()  # the first two are used no more
+    newest = cache.open("3", size=600)
+    assert [folder.exists() for folder in folders] == [False, False, True] and newest.folder.exists()
+    with pytest.raises(UserError, match="don't fit"):
+        cache.open("4", size=200)
+    (tmp_path / "cache" / "mine").mkdir()
+    del entry
+    cache.open("4", size=200)
+    assert not folders[2].exists() and (tmp_path / "cache" / "mine").exists()
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("memory://nothing-here", "= 'memory://nothing-here': there is no such file or folder"),
+        ("s3://bucket/line.jsonl", "there is no such file or folder; did you mean s3://bucket/lines.jsonl"),
+        ("s3://bucket/*.csv", "matches no file"),
+        ("s3://", "must be an address such as s3://bucket/run"),
+        ("absent://a/b", "the package that opens absent:// is not installed; pip install .*nothing_there"),
+        ("s4://a/b", "unknown protocol 's4'"),
+    ],
+)
+def test_an_address_that_can_not_be_read_is_one_line(store, monkeypatch, path, message):
+    fsspec.register_implementation("absent", "nothing_there.FS", errtxt="Install nothing_there", clobber=True)
+    store.put("lines.jsonl", LINES)
+    with pytest.raises(UserError, match=message) as error:
+        open_corpus("", path, "train", 0)
+    assert str(error.value).startswith(f"training.dataset_path = {path!r}: ")
+    config = load([])
+    config.validation.sets = [ValidationSet(name="a", dataset_path=path)]
+    with pytest.raises(UserError, match=r"validation\.sets.*entry 1.*"):
+        check_data(config)
+        list_corpora(dataclasses.replace(config, validation=dataclasses.replace(config.validation, enable=True)))
+
+
+def test_a_pattern_reads_the_files_that_match(tmp_path):
+    for name in ("a/1.jsonl", "a/2.jsonl", "b/1.jsonl", "b/1.bin"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(json.dumps({"text": name}) + "\n")
+    for pattern, names in (
+        ("*/1.jsonl", "a/1 b/1"),
+        ("a/*", "a/1 a/2"),
+        ("**/[2-9].jsonl", "a/2"),
+        ("?", "a/1 a/2 b/1"),
+    ):
+        source = open_corpus("", str(tmp_path / pattern), "all", 0).source
+        assert {source[i] for i in range(len(source))} == {f"{name}.jsonl" for name in names.split()}
+    with pytest.raises(UserError, match="matches no file"):
+        open_corpus("", str(tmp_path / "*.csv"), "all", 0)

@@ -1,0 +1,216 @@
+"""A folder on the node's disk for what all its processes share: blocks of remote files, unpacked files, indexes.
+
+Note [Entries of the cache]: an entry is a folder, named by a hash of what it holds and of the version of the file that
+it was made from; so what a run reads of a file that was written anew is another entry. A process that uses an entry
+holds a shared lock on its file `used`, which the system releases however the process ends; an entry that nobody uses is
+deleted, the one used longest ago first, when room is needed. `whole` is in an entry once it was made completely: it is
+written under another name, by one process, while others wait for its lock.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from torchtitan_graph.errors import UserError
+from torchtitan_graph.log import logger
+from torchtitan_graph.patience import refuse_unwritable
+from torchtitan_graph.small_files import sync
+
+_NAME = re.compile("[0-9a-f]{32}")  # of an entry; nothing else is deleted, whatever is in the folder
+_DELETED = ".deleted"
+_DISK_LEFT = 0.05  # the share of the disk that stays free
+
+
+class Full(UserError):
+    """Error: something does not fit into the cache."""
+
+
+class Entry:
+    """A folder of the cache, which is not deleted while this lives. See Note [Entries of the cache]."""
+
+    def __init__(self, folder: Path, descriptor: int) -> None:
+        self.folder = folder
+        weakref.finalize(self, os.close, descriptor)
+
+
+class NodeCache:
+    """The cache of a node: a folder, and how large it may become. An instance can be pickled.
+
+    folder: by default `torchtitan_graph` among the user's caches ($XDG_CACHE_HOME, or ~/.cache).
+    limit: bytes of all entries; in any case 5 % of the disk stay free.
+    """
+
+    def __init__(self, folder: str | None = None, limit: float = 100e9) -> None:
+        self._folder, self._limit = folder, limit
+
+    @property
+    def folder(self) -> Path:
+        caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+        return Path(self._folder or f"{caches}/torchtitan_graph").expanduser()
+
+    def open(self, *key: str, size: int = 0) -> Entry:
+        """Return the entry of a key, with a file `data` of `size` bytes if that is not 0; without room raise Full."""
+        folder = self.folder / hashlib.sha256("\n".join(key).encode(errors="surrogateescape")).hexdigest()[:32]
+        with self.refuse_unwritable():
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with _locked(self.folder / "lock"):
+                file = folder / "data"
+                missing = size and not (file.exists() and file.stat().st_size == size)
+                if missing:
+                    self._make_room(size, folder)
+                folder.mkdir(exist_ok=True)
+                descriptor = os.open(folder / "used", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                fcntl.flock(descriptor, fcntl.LOCK_SH)
+                os.utime(descriptor)
+                if missing:
+                    file.touch()
+                    os.truncate(file, size)
+        return Entry(folder, descriptor)
+
+    def make(self, *key: str, build: Callable[[Path], None]) -> tuple[Path, Entry]:
+        """Return what `build` writes, a file or a folder; one process of the node calls it, and others wait.
+
+        build: writes to the path that it is given; it calls `grow` before it writes much. After an error or a kill
+            another process begins again.
+        """
+        entry = self.open(*key)
+        return self._make(entry, build), entry
+
+    def _make(self, entry: Entry, build: Callable[[Path], None]) -> Path:
+        whole, part = entry.folder / "whole", entry.folder / "part"
+        if not whole.exists():
+            with _locked(entry.folder / "making", "another process of this node prepares the data; waiting for it"):
+                if not whole.exists():
+                    _remove(part)  # of a process that was killed
+                    try:
+                        build(part)
+                        for path in [*part.iterdir(), part] if part.is_dir() else [part]:
+                            sync(path)
+                        os.rename(part, whole)
+                    except BaseException:
+                        _remove(part)
+                        raise
+        return whole
+
+    def arrays(self, *key: str, build: Callable[[], list[np.ndarray]]) -> tuple[list[np.ndarray], Entry | None]:
+        """Return what `build` computes, mapped from files; it is called once on a node, and again once it is deleted.
+
+        Where the cache can't be written, it is computed and not kept.
+        """
+
+        try:
+            entry = self.open(*key)
+        except UserError as error:
+            logger.warning(f"an index is not kept, and made again at each start: {error}")
+            return build(), None
+        built: list[np.ndarray] = []
+
+        def write(part: Path) -> None:
+            built.extend(build())
+            self.grow(part, sum(array.nbytes for array in built))
+            with self.refuse_unwritable():
+                part.mkdir()
+                for number, array in enumerate(built):
+                    np.save(part / f"{number}.npy", array, allow_pickle=False)
+
+        try:
+            whole = self._make(entry, write)
+        except Full:
+            return built, None
+        return [_map(whole / f"{number}.npy") for number in range(len([*whole.iterdir()]))], entry
+
+    def refuse_unwritable(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context that raises UserError, with the option to change, where the cache can't be written."""
+        return refuse_unwritable(f"training.cache_folder = {str(self.folder)!r}", self.folder)
+
+    def grow(self, path: Path, size: int) -> None:
+        """Make room for `size` more bytes of an entry, of which `path` is a part; raise Full if there is none."""
+        with _locked(self.folder / "lock"):
+            self._make_room(size, path.parent)
+
+    def _make_room(self, size: int, entry: Path) -> None:
+        """Delete entries that are not used until `size` more bytes fit; raise Full, and delete none, if they can't."""
+        for path in self.folder.glob(f"*{_DELETED}"):  # of a process that was killed
+            shutil.rmtree(path)
+        folders = [path for path in self.folder.iterdir() if _NAME.fullmatch(path.name) and (path / "used").is_file()]
+        sizes = {folder: _sizes(folder) for folder in folders}
+        disk = os.statvfs(self.folder)
+        reserved = sum(size - written for size, written in sizes.values())
+        of_disk = disk.f_frsize * (disk.f_bavail - _DISK_LEFT * disk.f_blocks) - reserved
+        room = min(self._limit - sum(size for size, _ in sizes.values()), of_disk)
+        unused: list[tuple[float, Path, int]] = []
+        with contextlib.ExitStack() as stack:
+            if room < size:
+                for folder in folders:
+                    if folder != entry and (locked := _try_lock(folder / "used")) is not None:
+                        stack.callback(os.close, locked)
+                        unused.append((os.fstat(locked).st_mtime, folder, sizes[folder][0]))
+            if room + sum(size for *_, size in unused) < size:
+                raise Full(
+                    f"training.cache_gb = {self._limit / 1e9:g}: {size / 1e9:,.3g} GB more don't fit into the cache"
+                    f" {self.folder}, which may grow by {max(0, room) / 1e9:,.3g} GB: raise it, make room on that disk,"
+                    " or name a folder on another by training.cache_folder"
+                )
+            for _, folder, freed in sorted(unused):
+                if room >= size:
+                    break
+                os.rename(folder, doomed := folder.with_suffix(_DELETED))  # at once: no part of an entry is one
+                shutil.rmtree(doomed)
+                room += freed
+
+
+def _try_lock(file: Path) -> int | None:
+    """Return a descriptor of a file that is locked for this process alone; None if another uses it."""
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+@contextlib.contextmanager
+def _locked(file: Path, said: str = "") -> Iterator[None]:
+    """Hold a lock of all processes of the node, which ends with the process; `said` is logged if it has to wait."""
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if said:
+                logger.info(said)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _sizes(folder: Path) -> tuple[int, int]:
+    """Return the bytes of an entry's files, and those of them that are written."""
+    size = written = 0
+    for path in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):
+            found = path.stat()
+            size, written = size + found.st_size, written + min(found.st_size, 512 * found.st_blocks)
+    return size, written
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _map(file: Path) -> np.ndarray:
+    array = np.load(file, mmap_mode="r", allow_pickle=False)
+    return array.view(np.ndarray)  # a slice of a memmap costs ten times as much

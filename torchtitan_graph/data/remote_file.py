@@ -1,0 +1,193 @@
+"""A file at an address, read by ranges, whose blocks are kept in the node's cache.
+
+Note [Blocks of a file]: an entry of the cache has a file `data` as large as the remote one, at first without content,
+and `blocks`, a byte for each block, 1 once the block is written. A block is read by the first process of the node that
+needs it, while the others wait for its lock, a lock on that byte of `blocks`. It is flushed to the disk before its byte
+is set, and its version is looked at after it was read; so a kill at any moment leaves whole blocks, from which the next
+start goes on.
+"""
+
+import contextlib
+import errno
+import fcntl
+import os
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from fsspec.core import url_to_fs
+
+from torchtitan_graph.data.addresses import Found, find_change, refuse_unlisted
+from torchtitan_graph.data.files import CHUNK, DataFile, Progress, count_read
+from torchtitan_graph.data.node_cache import Entry, Full, NodeCache
+from torchtitan_graph.errors import UserError
+from torchtitan_graph.log import logger
+from torchtitan_graph.patience import refuse_unreadable, retry_io
+
+_AT_ONCE = 8  # requests
+_CHECK_S = 30.0  # between two looks at whether a file that is not kept has changed
+
+
+class RemoteFile(DataFile):
+    """A file at an address. What doesn't fit into the cache is read from its address each time.
+
+    Methods raise UserError if it is gone, unreadable, or has changed since it was listed.
+    """
+
+    def __init__(self, found: Found, cache: NodeCache) -> None:
+        self.path, self.name, self.size, _ = self._found = found
+        self._cache = cache
+        self._entry: Entry | None = None
+        self._blocks: _Blocks | None = None
+        self._is_kept = True
+        self._opened: tuple[int, Any, str] = (0, None, "")
+        self._file_system()
+        self._check_at = 0.0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_entry": None, "_blocks": None, "_opened": (0, None, "")}
+
+    @property
+    def key(self) -> str:
+        return f"{self.path} {self.size} {self._found.version}"
+
+    def read(self) -> bytes:
+        return self.read_part(0, self.size)
+
+    def read_part(self, start: int, count: int) -> bytes:
+        count = min(count, self.size - start)
+        if count <= 0:
+            return b""
+        if (blocks := self._open()) is None:
+            content = self._fetch(start, start + count)
+            if time.monotonic() >= self._check_at:
+                self.check()
+                self._check_at = time.monotonic() + _CHECK_S
+        else:
+            for number in range(start // CHUNK, (start + count - 1) // CHUNK + 1):
+                self._fill(blocks, number)
+            with refuse_unreadable(str(blocks.data)):
+                content = os.pread(blocks.descriptor, count, start)
+        count_read(len(content))
+        return content
+
+    def chunks(self) -> Iterator[bytes]:
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            ahead: deque[Future[bytes]] = deque()
+            for start in range(0, self.size, CHUNK):
+                ahead.append(pool.submit(self.read_part, start, CHUNK))
+                if len(ahead) == _AT_ONCE:
+                    yield ahead.popleft().result()
+            while ahead:
+                yield ahead.popleft().result()
+
+    def local(self) -> Path:
+        if not self.size:  # an empty file has no block
+            return self._cache.make("empty", build=Path.touch)[0]
+        if (blocks := self._open()) is None:
+            self._cache.open("blocks", self.key, size=self.size)  # raises, and says why
+            raise AssertionError("it fits now, and did not before")
+        if not all(blocks.there):
+            progress = Progress(f"reading {self.path}", self.size)
+            for chunk in self.chunks():
+                progress.add(len(chunk))
+        return blocks.data
+
+    def check(self) -> None:
+        with refuse_unlisted(self.path):
+            try:
+                change = retry_io(lambda: find_change(*self._file_system()[1:], self._found))
+            except FileNotFoundError as error:
+                what = "was deleted while the run reads it; put it back, and start again"
+                raise UserError(f"{self.path}: {what}") from error
+        if change:
+            raise self._changed(change)
+
+    def check_at_times(self) -> None:
+        pass  # what is kept stays what it was when it was read
+
+    def _open(self) -> "_Blocks | None":
+        """Return what is kept of the file; None if it is too large for that."""
+        if self._blocks is None and self._is_kept:
+            try:
+                self._entry = self._cache.open("blocks", self.key, size=self.size)
+            except Full as error:
+                logger.warning(f"{self.path}: is read from there again each time, which is slow. {error}")
+                self._is_kept = False
+                return None
+            self._blocks = _Blocks(self._entry.folder, -(-self.size // CHUNK))
+        return self._blocks
+
+    def _file_system(self) -> tuple[int, Any, str]:
+        """Return this process, its file system and the file's path there, the same for all threads: fsspec would make
+        one for each, with connections of its own."""
+        if self._opened[0] != os.getpid():
+            self._opened = os.getpid(), *url_to_fs(self.path)
+        return self._opened
+
+    def _fill(self, blocks: "_Blocks", number: int) -> None:
+        """Read a block into the cache if it isn't there. See Note [Blocks of a file]."""
+        if blocks.there[number]:
+            return
+        with blocks.locked(number):
+            if not blocks.is_there(number):
+                start = number * CHUNK
+                content = self._fetch(start, min(start + CHUNK, self.size))
+                self.check()
+                with self._cache.refuse_unwritable():
+                    blocks.write(number, content)
+        blocks.there[number] = 1
+
+    def _fetch(self, start: int, end: int) -> bytes:
+        with refuse_unlisted(self.path):
+            return retry_io(partial(self._try_to_fetch, start, end))
+
+    def _try_to_fetch(self, start: int, end: int) -> bytes:
+        try:
+            _, fs, path = self._file_system()
+            content = fs.cat_file(path, start=start, end=end)
+        except FileNotFoundError:
+            self.check()  # raises, if it is gone or another
+            raise
+        if len(content) == self.size > end - start:
+            raise UserError(
+                f"{self.path}: its server answers a request for a part with the whole file: copy it to this node, or"
+                " to a server that knows ranges"
+            )
+        if len(content) != end - start:
+            self.check()
+            raise OSError(errno.EIO, f"{len(content):,} of {end - start:,} bytes came", self.path)
+        return content
+
+
+class _Blocks:
+    """The blocks of a file that are in an entry of the cache. See Note [Blocks of a file]."""
+
+    def __init__(self, folder: Path, number: int) -> None:
+        self.data = folder / "data"
+        self.descriptor = os.open(self.data, os.O_RDWR | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self.descriptor)
+        self._marks = os.open(folder / "blocks", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        weakref.finalize(self, os.close, self._marks)
+        self.there = bytearray(os.pread(self._marks, number, 0).ljust(number, b"\0"))
+
+    @contextlib.contextmanager
+    def locked(self, number: int) -> Iterator[None]:
+        fcntl.lockf(self._marks, fcntl.LOCK_EX, 1, number)
+        try:
+            yield
+        finally:
+            fcntl.lockf(self._marks, fcntl.LOCK_UN, 1, number)
+
+    def is_there(self, number: int) -> bool:
+        return os.pread(self._marks, 1, number) == b"\1"
+
+    def write(self, number: int, content: bytes) -> None:
+        os.pwrite(self.descriptor, content, number * CHUNK)
+        os.fsync(self.descriptor)
+        os.pwrite(self._marks, b"\1", number)

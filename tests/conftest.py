@@ -6,6 +6,7 @@ import pytest
 import torch
 from xdist.scheduler import LoadFileScheduling
 
+from ends import watch_over
 from s3 import Store, found_by, serve_s3
 from torchtitan_graph.log import logger
 
@@ -40,6 +41,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> ByFixture
 
 def pytest_configure() -> None:
     torch.set_num_threads(1)
+    watch_over()
 
 
 def pytest_make_parametrize_id(val: object) -> str | None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchtitan_graph.errors import UserError
 from torchtitan_graph.rates import RATES, Rates
 
 GIB = 2**30
@@ -97,6 +98,34 @@ def device() -> torch.device:
     if device_type() == "cpu":
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def check_local_rank() -> None:
+    """Raise UserError if this process is one more than this machine has GPUs."""
+    rank, there = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if device_type() == "cuda" and rank >= there:
+        raise UserError(
+            f"LOCAL_RANK = {rank}: each process has a GPU of its own, and there are {there} here: start at most as many"
+            " processes on this machine (torchrun's --nproc_per_node)"
+        )
+
+
+def share_gpus(num_groups: int, num_ranks: int) -> list[str]:
+    """Return each replica group's GPUs as CUDA_VISIBLE_DEVICES names them, one for each of its ranks on this machine;
+    an empty list where there are none. Raises UserError if there are too few."""
+    if device_type() != "cuda":
+        return []
+    there = torch.cuda.device_count()
+    if num_groups * num_ranks > there:
+        of, most = "", f"must be at most {there // num_groups}"
+        if num_groups > 1:
+            of = f" of {num_groups} replica groups"
+            most += ", for fewer groups more" if there >= num_groups else f": start at most {there} groups here"
+        raise UserError(
+            f"NGPU = {num_ranks}: each process{of} has a GPU of its own, and there are {there} here: {most}"
+        )
+    names = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(there)))).split(",")
+    return [",".join(names[group * num_ranks : (group + 1) * num_ranks]) for group in range(num_groups)]
 
 
 def peak_flops() -> float | None:

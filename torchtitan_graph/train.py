@@ -183,6 +183,7 @@ def start_process(config: JobConfig, world_size: int, fake: bool = False) -> Non
         init_fake_process_group(world_size, config.comm.fake_rank)
         return
     if devices.device_type() == "cuda":
+        devices.check_local_rank()
         torch.cuda.set_device(devices.device())
         set_up_flight_recorder(run_folder(config))
         devices.bind_to_numa_node()

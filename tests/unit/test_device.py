@@ -9,6 +9,7 @@ import torch
 
 from torchtitan_graph import device, train
 from torchtitan_graph.config import job, load
+from torchtitan_graph.errors import UserError
 from torchtitan_graph.rates import find_rates
 
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
@@ -77,6 +78,45 @@ def test_a_containers_limit_is_the_memory(name: str, tmp_path: Path, monkeypatch
     for text, gib in (("max\n", whole), (f"{2**26}\n", 2**-4), (f"{2**60}\n", whole)):
         (tmp_path / name).write_text(text)
         assert device.memory_total_gib() == gib
+
+
+@pytest.fixture
+def eight_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+
+
+@pytest.mark.usefixtures("eight_gpus")
+@pytest.mark.parametrize(
+    ("groups", "ranks", "said"),
+    [
+        (1, 9, "NGPU = 9: each process has a GPU of its own, and there are 8 here: must be at most 8"),
+        (2, 8, "each process of 2 replica groups has a GPU of its own, and there are 8 here: must be at most 4, for"),
+        (9, 1, "must be at most 0: start at most 8 groups here"),
+    ],
+)
+def test_more_processes_than_gpus_are_refused(groups: int, ranks: int, said: str) -> None:
+    with pytest.raises(UserError, match=f"{said}"):
+        device.share_gpus(groups, ranks)
+
+
+@pytest.mark.usefixtures("eight_gpus")
+def test_each_group_has_gpus_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert device.share_gpus(2, 3) == ["0,1,2", "3,4,5"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b,7,6,5,4,3,2")
+    assert device.share_gpus(3, 2) == ["GPU-a,GPU-b", "7,6", "5,4"]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert device.share_gpus(3, 2) == []
+
+
+@pytest.mark.usefixtures("eight_gpus")
+def test_a_process_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "7")
+    device.check_local_rank()
+    monkeypatch.setenv("LOCAL_RANK", "8")
+    with pytest.raises(UserError, match="LOCAL_RANK = 8: .* there are 8 here"):
+        device.check_local_rank()
 
 
 @pytest.mark.gpu

@@ -91,7 +91,11 @@ def _main(words: list[str]) -> int:
         raise UserError(f"the launcher can't make its folder: {error}; name a writable one in TMPDIR") from error
     launch = Launch(folder)
     try:
-        torchrun = torchrun or on_this_machine(_num_ranks(), folder)
+        if not torchrun:
+            from torchtitan_graph.device import share_gpus  # imports torch, as torchrun does
+
+            share_gpus(1, _num_ranks())
+            torchrun = on_this_machine(_num_ranks(), folder)
         return launch.run([*torchrun, "-m", "torchtitan_graph.train", *options])
     finally:
         if not launch.has_logs_to_read:

@@ -10,16 +10,16 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Sequence
-from typing import BinaryIO
+from pathlib import Path
 
 from torchtitan_graph import stop
 from torchtitan_graph.checkpoint.folder import checkpoint_folder, list_steps
 from torchtitan_graph.config import JobConfig
 from torchtitan_graph.config.fault_tolerance import check_here
 from torchtitan_graph.config.job import replica_folder
+from torchtitan_graph.launch.output import Output
 from torchtitan_graph.log import logger
 from torchtitan_graph.parallel.join import LOOPBACK
 from torchtitan_graph.run.failure import FAULT, FINAL
@@ -32,40 +32,34 @@ OTHERS_END_S = 120.0  # for the other groups to end by themselves, once one has 
 
 
 class _Child:
-    """A process that can be started again."""
+    """A process that can be started again. Its output is copied to the end of the file `log`, or shown, or both."""
 
-    def __init__(self, name: str, words: Sequence[str], env: dict[str, str]) -> None:
-        self.name, self._words, self._env = name, words, env
+    def __init__(
+        self, name: str, words: Sequence[str], env: dict[str, str], log: Path | None = None, shown: bool = True
+    ) -> None:
+        self.name, self._words, self._env, self._log, self._shown = name, words, env, log, shown
         self.start()
 
-    def start(self, output: BinaryIO | None = None) -> None:
-        self.process = subprocess.Popen(self._words, env=self._env, stdout=output, stderr=output)
+    def start(self) -> None:
+        self.process = subprocess.Popen(self._words, env=self._env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        assert self.process.stdout is not None, "it is a pipe"
+        self.output = Output(self.name, self.process.stdout, self._log, self._shown)
+
+    def wait(self) -> None:
+        """Wait for its end, and for its output."""
+        self.process.wait()
+        self.output.finish()
 
 
 class Group(_Child):
-    """A replica group's launcher."""
+    """A replica group's launcher; what the first one prints is shown, too."""
 
     def __init__(self, number: int, config: JobConfig, options: Sequence[str], env: dict[str, str]) -> None:
         self.folder = replica_folder(config, number)
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.number, self.fruitless, self.reached = number, 0, 0
+        self.fruitless, self.reached = 0, 0
         words = [sys.executable, "-m", "torchtitan_graph.launch", *options, f"--fault_tolerance.replica={number}"]
-        super().__init__(f"replica {number}", words, env)
-
-    def start(self, output: BinaryIO | None = None) -> None:
-        """Start the launcher, with its output to a file, and to here if it is the first group's."""
-        with (self.folder / OUTPUT).open("ab") as file:
-            if self.number:
-                return super().start(file)
-        self.process = subprocess.Popen(self._words, env=self._env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        threading.Thread(target=self._copy, args=(self.process.stdout,), daemon=True).start()
-
-    def _copy(self, pipe: BinaryIO) -> None:
-        with (self.folder / OUTPUT).open("ab", buffering=0) as file:
-            for line in pipe:
-                file.write(line)
-                sys.stderr.buffer.write(line)
-                sys.stderr.buffer.flush()
+        super().__init__(f"replica {number}", words, env, self.folder / OUTPUT, shown=number == 0)
 
     def is_fruitless(self) -> bool:
         """Return whether too many starts in a row did no step."""
@@ -77,8 +71,11 @@ class Group(_Child):
 
 def run(config: JobConfig, options: Sequence[str], num_ranks: int) -> int:
     """Run all groups with `num_ranks` ranks each, and return the exit code: 0, or that of the first that failed."""
+    from torchtitan_graph.device import share_gpus  # imports torch, which takes seconds
+
     check_here(config.fault_tolerance)
     table = config.fault_tolerance
+    gpus = share_gpus(table.replicas, num_ranks)
     lighthouse = f"http://{LOOPBACK}:{_free_port()}"
     options = [*options, f"--fault_tolerance.lighthouse={lighthouse}"]
     env = {**os.environ, "NGPU": str(num_ranks), stop.PARENT: str(os.getpid())}
@@ -88,7 +85,8 @@ def run(config: JobConfig, options: Sequence[str], num_ranks: int) -> int:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, lambda received, _: signals.append(received))
     server = _Child("the lighthouse", words, env)
-    groups = [Group(number, config, options, env | _gpus(number, num_ranks)) for number in range(table.replicas)]
+    mine = [{"CUDA_VISIBLE_DEVICES": names} for names in gpus] or [{}] * table.replicas
+    groups = [Group(number, config, options, env | mine[number]) for number in range(table.replicas)]
     try:
         code = _watch(server, groups, signals)
     finally:
@@ -96,7 +94,7 @@ def run(config: JobConfig, options: Sequence[str], num_ranks: int) -> int:
             if child.process.poll() is None:
                 child.process.terminate()
         for child in (*groups, server):
-            child.process.wait()
+            child.wait()
     if code == 0 and not signals and (problem := find_unsaved(config)):
         logger.error(problem)
         return FAULT
@@ -129,8 +127,10 @@ def _watch(server: _Child, groups: list[Group], signals: list[int]) -> int:
         if server.process.poll() is not None and not signals and time.monotonic() > restarted + LIGHTHOUSE_AGAIN_S:
             logger.warning("the lighthouse died, and is started again")
             restarted = time.monotonic()
+            server.wait()
             server.start()
         for group in [group for group in running if group.process.poll() is not None]:
+            group.wait()
             code = group.process.returncode
             code = 128 - code if code < 0 else code
             if code == 0 or code in FINAL or signals or group.is_fruitless():
@@ -156,17 +156,6 @@ def _watch(server: _Child, groups: list[Group], signals: list[int]) -> int:
 def _has_finished(group: Group) -> bool:
     status = read_status(group.folder)
     return status is not None and status["state"] == FINISHED
-
-
-def _gpus(group: int, num_ranks: int) -> dict[str, str]:
-    """Return the variable that gives a group its GPUs, where there are any."""
-    import torch
-
-    if not torch.cuda.is_available():
-        return {}
-    there = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
-    mine = there.split(",")[group * num_ranks : (group + 1) * num_ranks]
-    return {"CUDA_VISIBLE_DEVICES": ",".join(mine)}
 
 
 def _free_port() -> int:

@@ -23,8 +23,7 @@ def job_token(folder: Path) -> str:
     path = folder / TOKEN
     folder.mkdir(parents=True, exist_ok=True)
     if not os.path.lexists(path):
-        tmp = path.with_name(f"{TOKEN}.{socket.gethostname()}.{os.getpid()}")
-        tmp.unlink(missing_ok=True)
+        tmp = path.with_name(f"{TOKEN}.{secrets.token_hex(8)}")  # containers on a host may have the same process id
         with os.fdopen(os.open(tmp, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
             file.write(secrets.token_hex(32))
         with contextlib.suppress(FileExistsError):

@@ -1,10 +1,30 @@
-"""What the launcher of all replica groups says at the end."""
+"""What the launcher of all replica groups says at the beginning and at the end."""
 
 from pathlib import Path
 
+import pytest
+import torch
+
 from torchtitan_graph.config import load
+from torchtitan_graph.errors import UserError
+from torchtitan_graph.launch import __main__ as launcher
+from torchtitan_graph.launch import replicas
 from torchtitan_graph.launch.replicas import find_unsaved
 from torchtitan_graph.run.status import FINISHED, Status
+
+
+@pytest.mark.parametrize(("number", "options"), [("8", ["--fault_tolerance.enable"]), ("9", [])], ids=["groups", "run"])
+def test_more_processes_than_gpus_are_refused_before_any_starts(
+    number: str, options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(launcher.Launch, "run", lambda *_: pytest.fail("it was started"))
+    monkeypatch.setattr(replicas.subprocess, "Popen", lambda *_, **__: pytest.fail("it was started"))
+    monkeypatch.setenv("NGPU", number)
+    with pytest.raises(UserError, match=f"NGPU = {number}: .* there are 8 here"):
+        launcher._main(["--job.dump_folder", str(tmp_path), *options])
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_run_whose_last_step_nobody_saved_is_no_success(tmp_path: Path) -> None:

@@ -3,13 +3,16 @@
 import json
 import math
 import random
+import signal
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from runs import evaluate, records, train
+from runs import Command, evaluate, records, train
 
 ROWS = ["--validation.seq_len", "64", "--validation.local_batch_size", "2"]
 WORDS = ["def", "return", "the", "quick", "brown", "fox", "jumps", "over", "lazy", "dog", "café", "🙂", "x", "+", "1"]
@@ -214,3 +217,22 @@ def test_the_harness_finds_what_it_finds_with_its_own_class(folder: Path, monkey
     assert compared >= 5
     code, output = evaluate(*words, "choice,writing")
     assert code == 2 and "--lm_eval writing: asks the model to generate text" in output, output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM), (signal.SIGUSR1, -signal.SIGUSR1)]
+)
+def test_a_signal_ends_an_evaluation_at_once(number: signal.Signals, code: int, folder: Path, tmp_path: Path) -> None:
+    row = (folder / "long.jsonl").read_text().splitlines()[0]
+    (tmp_path / "much.jsonl").write_text(f"{row}\n" * 100_000)
+    python = [sys.executable, "-m", "torchtitan_graph.evaluate", str(folder / "model")]
+    words = ["--set", f"much={tmp_path / 'much.jsonl'}", "--validation.steps", "-1", *ROWS, "--compile.mode", "eager"]
+    run = Command(*python, *words)
+    while "validation data: " not in run.output():
+        assert run.process.poll() is None, run.output()
+        time.sleep(0.1)
+    time.sleep(2)
+    run.process.send_signal(number)
+    assert run.finish(timeout_s=3).code == code
+    assert "Traceback" not in run.output()

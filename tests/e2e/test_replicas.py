@@ -162,7 +162,7 @@ def test_another_lighthouse_takes_the_place_of_one_that_is_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lighthouse, "BEAT_S", 0.05)
-    monkeypatch.setattr(lighthouse.socket, "gethostbyname", lambda _: "127.0.0.1")
+    monkeypatch.setattr(lighthouse, "own_address", lambda: "127.0.0.1")
     table = load(["--fault_tolerance.enable", "--fault_tolerance.lighthouse", AUTO]).fault_tolerance
     assert lighthouse_address(AUTO, tmp_path) is None
     ends = [threading.Event(), threading.Event()]
@@ -222,6 +222,18 @@ def machines() -> Iterator[list[str]]:
         for name in names:
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
         subprocess.run(["ip", "link", "del", "tgcut"], capture_output=True, check=False)
+
+
+@pytest.mark.slow
+def test_a_full_disk_for_a_group_s_output_does_not_stop_it(tmp_path: Path) -> None:
+    (tmp_path / "replica_0").mkdir()
+    (tmp_path / "replica_0" / "output.log").symlink_to("/dev/full")
+    words = ["--fault_tolerance.enable", "--job.dump_folder", str(tmp_path), *EAGER]
+    launch = [sys.executable, "-m", "torchtitan_graph.launch", "--job.config_file", TINY, *words]
+    code, output = Command(*launch, NGPU="1").finish()
+    assert code == 0, output
+    assert output.count("output.log: the output of replica 0 is left out in part ([Errno 28]") == 1
+    assert "[rank0]:" in output and [*numbers(tmp_path / "replica_0")] == [1, 2, 3, 4, 5]
 
 
 @pytest.mark.slow

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from torchtitan_graph.command import command, make_parser
+from torchtitan_graph.command import command, make_parser, run_command
 from torchtitan_graph.config.load import read_beside
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.evaluate import harness
@@ -128,4 +127,4 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -1,16 +1,36 @@
 """Microbatches of a rank, packed from the lanes of its rows."""
 
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from torchtitan_graph.data.batch import Batch
+from torchtitan_graph.data.corpus import Resume
 from torchtitan_graph.data.counts import Counts
+from torchtitan_graph.data.files import Reading
 from torchtitan_graph.data.mixture import Mixture, Origin
 from torchtitan_graph.data.packing import Cursor, Lane
 from torchtitan_graph.errors import UserError
+
+
+class Read(NamedTuple):
+    """What reading gives: a microbatch, and what reading it changed.
+
+    cursors    after its rows, in their lanes
+    counts     of the documents that did not become rows as they are
+    resumes    where the streams of its rows can be begun again, by lane; none where they are not streamed
+    documents  read for it
+    num_bytes  read for it from files of corpora, by this process
+    """
+
+    batch: Batch
+    cursors: list[Cursor]
+    counts: Counts
+    resumes: dict[int, Resume]
+    documents: int
+    num_bytes: int
 
 
 class Deal(NamedTuple):
@@ -81,6 +101,11 @@ class Rows(IterableDataset):
         first = first_row + number * self.global_batch_size + self._dp_rank * self._local_batch_size
         return range(first, first + self._local_batch_size)
 
+    def set_resumes(self, resumes: Sequence[Sequence[Any]]) -> None:
+        """Tell the streams where they can be begun; see `DataLoader.state_dict`. It is no help to workers that run."""
+        for lane, *resume in resumes:
+            self._mixture.set_resume(lane, Resume(*resume))
+
     def skip_to(self, row: int, number: int, cursor: Cursor) -> Cursor:
         """Return the cursor of a lane before one of its rows, from an earlier cursor."""
         lane = self._open_lane(number, cursor)
@@ -88,13 +113,13 @@ class Rows(IterableDataset):
             lane.next_pieces()
         return lane.cursor
 
-    def __iter__(self) -> Iterator[tuple[Batch, list[Cursor], Counts] | UserError]:
+    def __iter__(self) -> Iterator[Read | UserError]:
         try:
             yield from self._batches()
         except UserError as error:  # raised in a worker process, its message would be a traceback
             yield error
 
-    def _batches(self) -> Iterator[tuple[Batch, list[Cursor], Counts]]:
+    def _batches(self) -> Iterator[Read]:
         worker = get_worker_info()
         batch, stride = (worker.id, worker.num_workers) if worker else (0, 1)
         first_row, origin, cursors = self.start()  # once: it may be changed while workers still prefetch
@@ -103,6 +128,8 @@ class Rows(IterableDataset):
         padding = self._open_lane(0, Cursor()).padding()
         while True:
             rows, behind, longest, counts = [], [], 1, Counts()
+            resumes: dict[int, Resume] = {}
+            documents, num_bytes = Reading.documents, Reading.num_bytes
             for row in self.row_numbers(first_row, deal.number(batch)):
                 place = self._mixture.place(row, origin)
                 if place is None:
@@ -119,6 +146,10 @@ class Rows(IterableDataset):
                 behind.append(lane.cursor)
                 longest = max(longest, lane.filled)
                 counts += lane.counts
+                if (resume := self._mixture.resume(number, lane.cursor.document)) is not None:
+                    resumes[number] = resume
             length = -(-longest // self._multiple) * self._multiple
-            yield Batch(*torch.stack([row[:, :length] for row in rows], dim=1)), behind, counts
+            made = Batch(*torch.stack([row[:, :length] for row in rows], dim=1))
+            documents, num_bytes = Reading.documents - documents, Reading.num_bytes - num_bytes
+            yield Read(made, behind, counts, resumes, documents, num_bytes)
             batch += stride

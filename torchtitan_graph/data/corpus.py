@@ -2,9 +2,10 @@
 
 import hashlib
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torchtitan_graph.data.document import Document
+from torchtitan_graph.data.files import Reading
 from torchtitan_graph.data.sources import Source
 from torchtitan_graph.errors import UserError
 
@@ -21,6 +22,17 @@ _DOCUMENTS_PER_LANE = 32  # with fewer, lanes differ much in length
 _WHOLE_DOCUMENTS_PER_LANE = 1024
 VALIDATION_FRACTION = 0.05
 _FEW_DOCUMENTS = 4096
+
+
+class Resume(NamedTuple):
+    """Where the stream of a lane can be begun again, in any epoch: before a document, with a state of `datasets`.
+
+    release: of `datasets`; another reads such a state in another way, perhaps.
+    """
+
+    document: int
+    release: str
+    state: dict[str, Any]
 
 
 class Corpus(Protocol):
@@ -80,6 +92,7 @@ class ShuffledCorpus:
         for index in range(start, (total - lane - 1) // self.num_lanes + 1):
             document = shuffled(index * self.num_lanes + lane, total, (self._seed, epoch))
             if in_split(self.split, self.source.identity(document), self._threshold):
+                Reading.documents += 1
                 yield index, self.source[document]
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_graph.data.columns import find_column, value_of, without_nulls
-from torchtitan_graph.data.corpus import Corpus, ShuffledCorpus, in_split, num_lanes, option_of, shuffled
+from torchtitan_graph.data.corpus import Corpus, Resume, ShuffledCorpus, in_split, num_lanes, option_of, shuffled
 from torchtitan_graph.data.document import Document
-from torchtitan_graph.data.files import DataFile
+from torchtitan_graph.data.files import DataFile, Reading
 from torchtitan_graph.data.forms import RowFormat
 from torchtitan_graph.data.row_forms import Form
 from torchtitan_graph.data.sources import Chain, Source, digest_files
@@ -56,7 +56,7 @@ class Rows:
 class StreamedCorpus:
     """A split of a streaming dataset: a lane reads some of its shards in order, and shuffles each block it has read.
 
-    A lane is resumed by reading up to its position again.
+    A lane is begun again at the last block before its position, by the state that the stream had there.
     """
 
     def __init__(self, stream: Any, reading: RowFormat, name: str, split: str, seed: int) -> None:
@@ -66,6 +66,8 @@ class StreamedCorpus:
         self._bad_rows = reading.bad_rows(name)
         self._stream, self._name = stream, name
         self._split, self._seed = split, seed
+        self._release = str(_import_datasets(name).__version__)
+        self._resumes: dict[int, dict[int, Resume]] = {}  # of each lane, by document
         self.num_lanes = num_lanes(stream.num_shards)
         self.digest = f"{split} of {name}, {stream.num_shards} shards, {self.form.digest}"
 
@@ -74,17 +76,35 @@ class StreamedCorpus:
         return self.form.is_whole
 
     def documents(self, lane: int, epoch: int, start: int) -> Iterator[tuple[int, Document]]:
-        first = start // _SHUFFLED_TOGETHER * _SHUFFLED_TOGETHER
-        stream = self._stream.shard(self.num_lanes, lane).skip(first)
+        resume, known = self.resume(lane, start), self._resumes[lane]
+        stream, first = self._stream.shard(self.num_lanes, lane), 0
+        if resume is not None:
+            stream.load_state_dict(resume.state)
+            first = resume.document
         # Not `for row in stream`: in a worker process that would yield another shard for each worker.
         for block in stream.iter(batch_size=_SHUFFLED_TOGETHER):
             rows = [dict(zip(block, map(without_nulls, row), strict=True)) for row in zip(*block.values(), strict=True)]
+            known[first + len(rows)] = Resume(first + len(rows), self._release, stream.state_dict())
             for place in range(max(0, start - first), len(rows)):
                 row = rows[shuffled(place, len(rows), (self._seed, epoch))]
                 # The place in the stream would identify documents too, but the content keeps copies in one split.
                 if in_split(self._split, self._identity(row)):
+                    Reading.documents += 1
                     yield first + place, self._bad_rows.read(partial(self._read, row), place)
             first += len(rows)
+
+    def resume(self, lane: int, document: int) -> Resume | None:
+        """Return the nearest place before a document from which a lane can be read; those before it are forgotten."""
+        known = self._resumes.setdefault(lane, {})
+        nearest = max((place for place in known if place <= document), default=None)
+        for place in [place for place in known if nearest is not None and place < nearest]:
+            del known[place]
+        return None if nearest is None else known[nearest]
+
+    def set_resume(self, lane: int, resume: Resume) -> None:
+        """Make a place known, as `resume` returned it in another process, perhaps long ago."""
+        if resume.release == self._release:
+            self._resumes.setdefault(lane, {})[resume.document] = resume
 
     def _read(self, row: dict[str, Any], index: int) -> Document:
         return self.form.document(row, self._name)

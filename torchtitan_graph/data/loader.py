@@ -12,8 +12,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from torchtitan_graph.config import job
 from torchtitan_graph.data.batch import IGNORE_INDEX, Batch
-from torchtitan_graph.data.batches import Deal, Rows
-from torchtitan_graph.data.corpus import Corpus
+from torchtitan_graph.data.batches import Deal, Read, Rows
+from torchtitan_graph.data.corpus import Corpus, Resume
 from torchtitan_graph.data.counts import Counts, in_words
 from torchtitan_graph.data.describe import log_corpus
 from torchtitan_graph.data.forms import RowFormat
@@ -99,8 +99,10 @@ class DataLoader:
                 persistent_workers=num_workers > 0,
                 pin_memory=torch.cuda.is_available(),
             )
-        self._iterator: Iterator[tuple[Batch, list[Cursor], Counts] | UserError] | None = None
-        self._ahead: deque[tuple[Batch, list[Cursor], Counts]] = deque()
+        self._iterator: Iterator[Read | UserError] | None = None
+        self._ahead: deque[Read] = deque()
+        self._resumes: dict[int, Resume] = {}  # of the streams among the lanes that this rank took rows from
+        self.documents = self.num_bytes = 0  # read for this rank's batches since the start
         self._counted = Counts()  # of all ranks when the position was loaded
         self._counts = Counts()  # of this rank since, and of the same ranks of other replicas, as exchanged
         self._not_exchanged = Counts()  # of this rank since the last exchange
@@ -156,7 +158,11 @@ class DataLoader:
         return self.num_taken >= self.num_rows
 
     def __next__(self) -> Batch:
-        batch, cursors, counts = self._ahead.popleft() if self._ahead else self._read()
+        read = self._ahead.popleft() if self._ahead else self._read()
+        batch, cursors, counts = read.batch, read.cursors, read.counts
+        self._resumes |= read.resumes
+        self.documents += read.documents
+        self.num_bytes += read.num_bytes
         rows = self._rows.row_numbers(self._first_row, self.deal.number(self._batches))
         places = [place for row in rows if (place := self._mixture.place(row, self._origin)) is not None]
         for place, cursor in zip(places, cursors, strict=True):
@@ -204,9 +210,9 @@ class DataLoader:
         """Return the next batches of `__next__`, without changing the position. See Note [Position]."""
         while len(self._ahead) < num_batches:
             self._ahead.append(self._read())
-        return [batch for batch, *_ in self._ahead]
+        return [read.batch for read in self._ahead]
 
-    def _read(self) -> tuple[Batch, list[Cursor], Counts]:
+    def _read(self) -> Read:
         if self._iterator is None:
             self.lengths  # noqa: B018 - counted before the workers begin
             self._iterator = iter(self._loader)
@@ -238,6 +244,8 @@ class DataLoader:
         state = {**self._identity, "rows": taken, "lanes": [list(cursor) for cursor in self._cursors]}
         state |= {"lengths": [each.to_list() for each in lengths]} if lengths else {}
         state |= {"counted": list(self._counted), "counts": list(self._counts)}
+        if self._resumes:
+            state["resumes"] = [[lane, *resume] for lane, resume in self._resumes.items()]
         if len(self.source_names) > 1:
             since, given = self._origin
             state["mixture"] = {
@@ -276,6 +284,7 @@ class DataLoader:
             # Skipping to a row far ahead of its lane's cursor would never end.
             raise UserError(f"checkpoint: its data position says {state['rows']:,} rows, which its lanes did not give")
         self._rows.set_start(state["rows"], origin, state["lanes"])
+        self._rows.set_resumes(state.get("resumes", ()))
         self._counted = Counts(*state.get("counted", ()))
         self.rewind()
 

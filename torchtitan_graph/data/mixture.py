@@ -7,8 +7,9 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from torchtitan_graph.data.corpus import Corpus
+from torchtitan_graph.data.corpus import Corpus, Resume
 from torchtitan_graph.data.document import Document
+from torchtitan_graph.data.hugging_face import StreamedCorpus
 from torchtitan_graph.data.lane_order import LaneOrder
 
 # Note [Mixture]
@@ -83,6 +84,19 @@ class Mixture:
         """Yield the documents of a lane of its corpus, as any `Corpus` does."""
         source = bisect.bisect_right(self._first_lanes, lane) - 1
         return self._corpora[source].documents(lane - self._first_lanes[source], epoch, start)
+
+    def resume(self, lane: int, document: int) -> Resume | None:
+        """Return where a lane can be begun again to reach a document, if it is of a stream that has said so."""
+        source = bisect.bisect_right(self._first_lanes, lane) - 1
+        corpus = self._corpora[source]
+        return corpus.resume(lane - self._first_lanes[source], document) if isinstance(corpus, StreamedCorpus) else None
+
+    def set_resume(self, lane: int, resume: Resume) -> None:
+        """Tell a lane where it can be begun again, if it is of a stream."""
+        source = bisect.bisect_right(self._first_lanes, lane) - 1
+        corpus = self._corpora[source]
+        if isinstance(corpus, StreamedCorpus):
+            corpus.set_resume(lane - self._first_lanes[source], resume)
 
     def origin(self) -> Origin:
         """Return the origin of a run's beginning."""

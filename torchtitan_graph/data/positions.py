@@ -83,16 +83,24 @@ def _cut(text: str, begin: int) -> str:
 def merge_states(states: list[dict[str, Any]]) -> dict[str, Any]:
     """Merge the parts of all data-parallel ranks into one position, equal for any number of ranks."""
     first = states[0]
-    own = ("lanes", "counts")
-    same = all({**state, **{key: first[key] for key in own}} == first for state in states)
+    own = {"lanes", "counts", "resumes"}
+    rest = [{key: value for key, value in state.items() if key not in own} for state in states]
+    same = all(each == rest[0] for each in rest)
     assert same, "ranks at different steps, or runs"
-    lanes = [max(cursors) for cursors in zip(*(state["lanes"] for state in states), strict=True)]
+    by_lane = list(zip(*(state["lanes"] for state in states), strict=True))
+    lanes = [max(cursors) for cursors in by_lane]
+    furthest = [max(range(len(states)), key=cursors.__getitem__) for cursors in by_lane]
     counted = functools.reduce(
         Counts.__add__, [Counts(*state["counts"]) for state in states], Counts(*first["counted"])
     )
-    merged = {**first, "lanes": lanes, "counted": list(counted)}
-    del merged["counts"]
-    return merged
+    # Where a stream can be begun again is known to a rank that has read it.
+    resumes = [
+        resume
+        for number, state in enumerate(states)
+        for resume in state.get("resumes", ())
+        if furthest[resume[0]] == number
+    ]
+    return {**rest[0], "lanes": lanes, "counted": list(counted), **({"resumes": sorted(resumes)} if resumes else {})}
 
 
 def rows_of_epochs(position: dict[str, Any] | None) -> float:

@@ -71,6 +71,39 @@ def test_streamed_rows_do_not_depend_on_workers_nor_on_an_interruption(stream):
     assert [next(resumed).tokens_BL.tolist() for _ in range(6)] == reference[6:]
 
 
+@pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_resumed_stream_does_not_read_again_the_shards_that_are_done(tmp_path, num_workers):
+    opened = tmp_path / "opened"
+
+    def rows(shards):
+        for shard in shards:
+            with opened.open("a") as file:
+                file.write(f"{shard} ")
+            for number in range(300):
+                yield {"text": f"document {number} of shard {shard}"}
+
+    def loader():
+        stream = datasets.IterableDataset.from_generator(rows, gen_kwargs={"shards": list(range(6))})
+        return DataLoader(
+            StreamedCorpus(stream, RowFormat(), "test", "train", seed=0), ByteTokenizer(), seed=0, seq_len=64,
+            local_batch_size=8, dp_rank=0, dp_degree=1, num_workers=num_workers,
+        )  # fmt: skip
+
+    before = loader()
+    for _ in range(100):  # the lanes are in their second shard, where they have two
+        next(before)
+    state = json.loads(json.dumps(merge_states([before.state_dict()])))
+    expected = [next(before).tokens_BL.tolist() for _ in range(5)]
+    resumed = loader()
+    opened.unlink()
+    resumed.load_state_dict(state)
+    assert [next(resumed).tokens_BL.tolist() for _ in range(5)] == expected
+    assert {*opened.read_text().split()} == {"1", "3", "4", "5"}  # 0 and 2 are the first ones of two lanes
+    resumed = loader()
+    resumed.load_state_dict({**state, "resumes": []})  # of an earlier release
+    assert [next(resumed).tokens_BL.tolist() for _ in range(5)] == expected
+
+
 def test_missing_column_of_a_stream_is_named(stream):
     with pytest.raises(UserError, match=r"text = 'content' is no column of it; there is \['text'\]"):
         texts_of(StreamedCorpus(stream, RowFormat(columns={"text": "content"}), "test", "all", seed=0))

@@ -414,6 +414,8 @@ class Trainer:
             tokens_seen=self.tokens_seen,
             data_loading_s=self.feed.seconds,
             own_data_s=self.feed.own_s,
+            documents=self.feed.documents,
+            bytes_read=self.feed.bytes_read,
             flops=flops,
             state=state,
             loss_terms=terms,

@@ -18,7 +18,8 @@ from torchtitan_graph.config import load
 from torchtitan_graph.formats.show import without_bytes
 
 STEP_KEYS = [
-    *["step", "loss", "grad_norm", "lr", "tokens_seen", "tokens_per_second", "step_time_s", "data_loading_s", "mfu"],
+    *["step", "loss", "grad_norm", "lr", "tokens_seen", "tokens_per_second", "step_time_s", "data_loading_s"],
+    *["documents_per_second", "read_mb_per_second", "mfu"],
     "memory_gib",
 ]
 RANK_KEYS = ["slowest_rank", "slowest_busy_s", "slowest_data_s", "median_busy_s"]  # not of a process' first step

@@ -16,6 +16,7 @@ NOT_COMPARED = ("job.config_file", "job.dump_folder", "job.allow_changed")
 # Metrics of the machine: they differ between any two runs.
 OF_THE_MACHINE = {
     *("tokens_per_second", "step_time_s", "data_loading_s", "mfu", "memory_gib"),
+    *("documents_per_second", "read_mb_per_second"),
     *("slowest_rank", "slowest_busy_s", "slowest_data_s", "median_busy_s"),
 }
 WIDTH = 60  # of a curve, in characters

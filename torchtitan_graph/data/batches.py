@@ -22,7 +22,7 @@ class Read(NamedTuple):
     counts     of the documents that did not become rows as they are
     resumes    where the streams of its rows can be begun again, by lane; none where they are not streamed
     documents  read for it
-    num_bytes  read for it from files of corpora, by this process
+    bytes_read for it, from files of corpora, by this process
     """
 
     batch: Batch
@@ -30,7 +30,7 @@ class Read(NamedTuple):
     counts: Counts
     resumes: dict[int, Resume]
     documents: int
-    num_bytes: int
+    bytes_read: int
 
 
 class Deal(NamedTuple):
@@ -129,7 +129,7 @@ class Rows(IterableDataset):
         while True:
             rows, behind, longest, counts = [], [], 1, Counts()
             resumes: dict[int, Resume] = {}
-            documents, num_bytes = Reading.documents, Reading.num_bytes
+            documents, bytes_read = Reading.documents, Reading.bytes_read
             for row in self.row_numbers(first_row, deal.number(batch)):
                 place = self._mixture.place(row, origin)
                 if place is None:
@@ -150,6 +150,6 @@ class Rows(IterableDataset):
                     resumes[number] = resume
             length = -(-longest // self._multiple) * self._multiple
             made = Batch(*torch.stack([row[:, :length] for row in rows], dim=1))
-            documents, num_bytes = Reading.documents - documents, Reading.num_bytes - num_bytes
-            yield Read(made, behind, counts, resumes, documents, num_bytes)
+            documents, bytes_read = Reading.documents - documents, Reading.bytes_read - bytes_read
+            yield Read(made, behind, counts, resumes, documents, bytes_read)
             batch += stride

@@ -31,6 +31,7 @@ class Feed:
 
     seconds    of the last step, spent waiting for data: this rank's own, and the others'
     own_s      those for this rank's own
+    documents  read for this rank's batches of the last step; bytes_read from files of corpora
     """
 
     def __init__(
@@ -59,10 +60,12 @@ class Feed:
         self._left, self._gather = most, gather
         self._copied: list[Batch] = []  # the next microbatches on the device, where they were read ahead
         self.seconds = self.own_s = 0.0
+        self.documents = self.bytes_read = 0
 
     def next(self) -> Microbatches | None:
         """Return the next microbatches that have a target; None at the data's end. All ranks call together."""
         begin, self.own_s = time.perf_counter(), 0.0
+        documents, bytes_read = self._data.documents, self._data.bytes_read
         found = None
         while found is None and self._left and not self._data.has_ended:
             self._left -= 1
@@ -83,6 +86,7 @@ class Feed:
                 batches = self._copied or [batch.to(self._device, non_blocking=True) for batch in on_host]
                 found = Microbatches(batches, on_host, num_tokens, divisor, totals)
             self._copied = []
+        self.documents, self.bytes_read = self._data.documents - documents, self._data.bytes_read - bytes_read
         self.seconds = time.perf_counter() - begin
         return found
 

@@ -37,12 +37,12 @@ class Reading:
     """What this process has read of corpora so far: documents, and bytes of their files."""
 
     documents = 0
-    num_bytes = 0
+    bytes_read = 0
 
 
 def count_read(num_bytes: int) -> None:
     """Count bytes of a corpus that were read."""
-    Reading.num_bytes += num_bytes
+    Reading.bytes_read += num_bytes
 
 
 class Progress:

@@ -102,7 +102,7 @@ class DataLoader:
         self._iterator: Iterator[Read | UserError] | None = None
         self._ahead: deque[Read] = deque()
         self._resumes: dict[int, Resume] = {}  # of the streams among the lanes that this rank took rows from
-        self.documents = self.num_bytes = 0  # read for this rank's batches since the start
+        self.documents = self.bytes_read = 0  # read for this rank's batches since the start
         self._counted = Counts()  # of all ranks when the position was loaded
         self._counts = Counts()  # of this rank since, and of the same ranks of other replicas, as exchanged
         self._not_exchanged = Counts()  # of this rank since the last exchange
@@ -162,7 +162,7 @@ class DataLoader:
         batch, cursors, counts = read.batch, read.cursors, read.counts
         self._resumes |= read.resumes
         self.documents += read.documents
-        self.num_bytes += read.num_bytes
+        self.bytes_read += read.bytes_read
         rows = self._rows.row_numbers(self._first_row, self.deal.number(self._batches))
         places = [place for row in rows if (place := self._mixture.place(row, self._origin)) is not None]
         for place, cursor in zip(places, cursors, strict=True):

@@ -38,6 +38,8 @@ TAGS = {
     "step_time_s": "performance/step_time_s",
     "data_loading_s": "performance/data_loading_s",
     "data_share": "performance/data_share",
+    "documents_per_second": "performance/documents_per_second",
+    "read_mb_per_second": "performance/read_mb_per_second",
     "mfu": "performance/mfu",
     "memory_gib": "performance/memory_gib",
     "expert_imbalance": "experts/imbalance",
@@ -128,6 +130,7 @@ class Metrics:
         self._flops: float | None = None
         self._step_time_s = 0.0
         self._data_loading_s = 0.0
+        self._documents = self._bytes_read = 0  # this rank's, of the steps since the last log
         self._tokens_seen = tokens_seen
         self._began = 0.0
         # The last step: the first and the last keys of its record, and the model's state that it changed.
@@ -168,6 +171,8 @@ class Metrics:
         loss_terms: Mapping[str, torch.Tensor] | None = None,
         own_metrics: Mapping[str, torch.Tensor] | None = None,
         own_data_s: float = 0.0,
+        documents: int = 0,
+        bytes_read: int = 0,
         flops: float | None = None,
         tokens_by_source: dict[str, int] | None = None,
         skipped_steps: int | None = None,
@@ -181,6 +186,7 @@ class Metrics:
         Args:
             tokens_seen: all ranks' targets from the run's beginning.
             data_loading_s: seconds of the step spent waiting for data; `own_data_s` for this rank's own.
+            documents: this rank has read from its corpora for the step; `bytes_read` from their files.
             state: the model's state that the step changed, by name; of a mixture of experts `layers.1.moe.load`, the
                 slots of each expert.
             loss_terms: the loss's terms by name, where there are several; in a pipeline this stage's parts of them.
@@ -198,6 +204,8 @@ class Metrics:
         step_s = time.perf_counter() - self._began
         self._step_time_s += step_s
         self._data_loading_s += data_loading_s
+        self._documents += documents
+        self._bytes_read += bytes_read
         self._record = {"step": step, "loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens_seen": tokens_seen}
         self._record_end = {}
         self._state = dict(state or {})
@@ -232,6 +240,8 @@ class Metrics:
             "tokens_per_second": max(0, tokens_seen - self._tokens_seen) / self._step_time_s,
             "step_time_s": self._step_time_s / self._num_steps,
             "data_loading_s": self._data_loading_s / self._num_steps,
+            "documents_per_second": self._documents / self._step_time_s,
+            "read_mb_per_second": self._bytes_read / 1e6 / self._step_time_s,
             "mfu": None if flops is None or self.peak_flops is None else flops / self._step_time_s / self.peak_flops,
             "memory_gib": peak_memory_gib(),
         }
@@ -249,6 +259,7 @@ class Metrics:
             if self.options.log_expert_loads:
                 record["expert_loads"] = {name: load_E.tolist() for name, load_E in loads.items()}
         self._num_steps, self._flops, self._step_time_s, self._data_loading_s = 0, None, 0.0, 0.0
+        self._documents = self._bytes_read = 0
         self._tokens_seen = tokens_seen
         curves = {f"experts/imbalance/{name}": value for name, value in by_layer.items()}
         curves |= {f"{TAGS['loss']}/{name}": value for name, value in terms.items()}

@@ -25,7 +25,8 @@ from torchtitan_graph.metrics.jsonl import read_records
 from torchtitan_graph.small_files import BadFile
 
 KEYS = [
-    "step", "loss", "grad_norm", "lr", "tokens_seen", "tokens_per_second", "step_time_s", "data_loading_s", "mfu",
+    "step", "loss", "grad_norm", "lr", "tokens_seen", "tokens_per_second", "step_time_s", "data_loading_s",
+    "documents_per_second", "read_mb_per_second", "mfu",
     "memory_gib",
 ]  # fmt: skip
 
@@ -98,6 +99,12 @@ def test_times_are_means_since_the_last_log_of_the_steps_alone(tmp_path: Path, c
         assert line["tokens_per_second"] == 50.0
         assert line["data_loading_s"] == 0.5
         assert line["mfu"] == 0.25
+
+
+def test_what_is_read_counts_from_log_to_log(tmp_path: Path, clock: Clock) -> None:
+    run(build(tmp_path), 1, 8, clock, documents=6, bytes_read=3_000_000)
+    for line in lines(tmp_path / "metrics.jsonl"):
+        assert (line["documents_per_second"], line["read_mb_per_second"]) == (3.0, 1.5)
 
 
 def test_mfu_counts_the_flops_of_each_step(tmp_path: Path, clock: Clock) -> None:

@@ -2,12 +2,12 @@
 
 python -m torchtitan_graph.data my.toml --rows 3            # in the terminal
 python -m torchtitan_graph.data my.toml --html rows.html    # as a page
+python -m torchtitan_graph.data my.toml --bench --ranks 8   # how fast a node of eight ranks can read them
 
 Further options are those of training, such as --training.seq_len 512.
 """
 
 import html
-import math
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -21,11 +21,12 @@ from torchtitan_graph.command import command, make_parser, run_command
 from torchtitan_graph.config import check_data, job
 from torchtitan_graph.config.load import load, read_beside
 from torchtitan_graph.data.batch import IGNORE_INDEX
+from torchtitan_graph.data.bench import bench
 from torchtitan_graph.data.counts import in_words
-from torchtitan_graph.data.forms import RowFormat
 from torchtitan_graph.data.lengths import epochs_in_words
-from torchtitan_graph.data.loader import DataLoader, build_dataloader
+from torchtitan_graph.data.loader import DataLoader, training_loader
 from torchtitan_graph.data.tokenizer import Tokenizer, load_tokenizer
+from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
 
 _LEARNED, _GIVEN, _PLAIN = "\033[32m", "\033[2m", "\033[0m"
@@ -60,30 +61,6 @@ def runs_of(document: Document, tokenizer: Tokenizer) -> Iterator[tuple[str, boo
         if place == len(document.ids) or document.is_target[place] != document.is_target[begin]:
             yield tokenizer.decode_all(document.ids[begin:place]), document.is_target[begin]
             begin = place
-
-
-def open_training_data(config: job.JobConfig, tokenizer: Tokenizer, most: float = math.inf) -> DataLoader:
-    """Return a loader of the rows of a job's training data, one after the other; of its epochs, or of one. Sources
-    repeat without end. No more than `most` rows are counted."""
-    training = config.training
-    return build_dataloader(
-        dataset=training.dataset,
-        dataset_path=training.dataset_path,
-        sources=training.sources,
-        split="train",
-        tokenizer=tokenizer,
-        reading=RowFormat.of(training, tokenizer),
-        seed=config.debug.seed or 0,
-        seq_len=training.seq_len,
-        multiple=job.ROW_MULTIPLE if training.dynamic_seq_len else None,
-        alone=training.one_document_per_row,
-        too_long=training.too_long,
-        local_batch_size=1,
-        dp_rank=0,
-        dp_degree=1,
-        epochs=0 if training.sources else training.epochs or 1,
-        most_rows=most,
-    )
 
 
 def read_rows(data: DataLoader, most: int) -> tuple[list[list[Document]], int]:
@@ -154,19 +131,32 @@ def show(rows: list[list[Document]], tokenizer: Tokenizer, in_colour: bool) -> I
 
 @command
 def main(argv: Sequence[str]) -> int:
-    usage = "%(prog)s [CONFIG] [--rows N] [--most N] [--html FILE] [--table.key value ...]"
+    usage = "%(prog)s [CONFIG] [--rows N] [--most N] [--html FILE] [--bench [SECONDS]] [--table.key value ...]"
     parser = make_parser(__doc__, prog="python -m torchtitan_graph.data", usage=usage)
     parser.add_argument("--rows", type=int, default=3, help="rows to show")
     parser.add_argument("--most", type=int, default=4096, help="rows to count, at most")
     parser.add_argument("--html", type=Path, help="page to write, in place of the terminal")
+    parser.add_argument(
+        "--bench", type=float, nargs="?", const=10.0, metavar="SECONDS", help="show how fast rows are read; 10 s"
+    )
+    parser.add_argument("--ranks", type=int, default=1, help="with --bench: the ranks of a node, each a process")
     words = list(argv)
     file = ["--job.config_file", words.pop(0)] if words and not words[0].startswith("-") else []
     options, others = read_beside(parser, words)
     config = load([*file, *others])
     check_data(config)
+    if options.bench is not None:
+        if options.bench <= 0 or options.ranks < 1:
+            raise UserError("--bench needs seconds above 0, and --ranks at least 1")
+        print("\n".join(bench(config, options.ranks, options.bench)))
+        return 0
     tokenizer = load_tokenizer(config.model.hf_assets_path)
     most = max(options.most, options.rows)
-    data = open_training_data(config, tokenizer, most + 1)  # one more, to know whether there are more
+    epochs = 0 if config.training.sources else config.training.epochs or 1  # sources repeat without end
+    data = training_loader(
+        config, tokenizer, local_batch_size=1, dp_rank=0, dp_degree=1, epochs=epochs,
+        most_rows=most + 1,  # one more, to know whether there are more
+    )  # fmt: skip
     data.refuse_empty()
     rows, room = read_rows(data, most)
     lines = summary(rows, room, data, config.training)

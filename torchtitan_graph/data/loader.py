@@ -4,13 +4,14 @@ import functools
 import math
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from torchtitan_graph.config import job
+from torchtitan_graph.data.addresses import Listing
 from torchtitan_graph.data.batch import IGNORE_INDEX, Batch
 from torchtitan_graph.data.batches import Deal, Read, Rows
 from torchtitan_graph.data.corpus import Corpus, Resume
@@ -352,3 +353,28 @@ def build_dataloader(
         if split != "validation":  # validation documents are like training's
             warn_of_special_tokens(corpus, tokenizer, dataset_path or dataset)
     return DataLoader(corpus, tokenizer, seed=seed, **loading)
+
+
+def training_loader(
+    config: job.JobConfig, tokenizer: Tokenizer, listed: Mapping[str, Listing] | None = None, **loading: Any
+) -> DataLoader:
+    """Return a loader of a job's training data, for tools; `loading` are arguments of `DataLoader` that are not among
+    the job's options.
+
+    listed: the files at addresses, as `list_corpora` found them.
+    """
+    training = config.training
+    return build_dataloader(
+        dataset=training.dataset,
+        dataset_path=training.dataset_path,
+        sources=training.sources,
+        split="train",
+        tokenizer=tokenizer,
+        reading=RowFormat.of(training, tokenizer, listed),
+        seed=config.debug.seed or 0,
+        seq_len=training.seq_len,
+        multiple=job.ROW_MULTIPLE if training.dynamic_seq_len else None,
+        alone=training.one_document_per_row,
+        too_long=training.too_long,
+        **loading,
+    )

@@ -81,3 +81,18 @@ def test_a_mixture_is_shown_and_has_no_end(words, tmp_path, capsys):
     assert main([*words, "--rows", "1", "--most", "40"]) == 0
     shown = capsys.readouterr().out
     assert "rows: 40; there are more, see --most" in shown and "--- row 1, document 1: " in shown
+
+
+@pytest.mark.slow
+def test_a_node_s_ranks_are_measured_together(words, capfd):
+    assert main([*words, "--bench", "0.2", "--ranks", "2", "--training.local_batch_size", "2"]) == 0
+    first, then = capfd.readouterr().out.splitlines()[-2:]
+    assert re.fullmatch(r"opened after [\d.]+ s, first batch after [\d.]+ s", first)
+    assert re.match(r"then 2 ranks read in 0\.\d s: [\d,]+ documents/s, [\d,]+ rows/s, [\d,]+ tokens/s, ", then)
+    assert main([*words, "--bench", "0.2", "--ranks", "2", "--training.dataset_path", "nowhere.jsonl"]) == 2
+    assert "there is no such file or folder" in capfd.readouterr().err
+
+
+def test_a_measurement_of_no_time_is_refused(words, capsys):
+    assert main([*words, "--bench", "0"]) == 2
+    assert "--bench needs seconds above 0" in capsys.readouterr().err

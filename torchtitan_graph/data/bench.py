@@ -1,0 +1,123 @@
+"""What a node can feed: a job's training data, read by as many processes as it has ranks, without a model."""
+
+import multiprocessing
+import time
+from multiprocessing.connection import Connection
+from multiprocessing.synchronize import Barrier
+from typing import NamedTuple
+
+from torchtitan_graph.config import job
+from torchtitan_graph.data.addresses import Listing
+from torchtitan_graph.data.loader import training_loader
+from torchtitan_graph.data.open_corpus import list_corpora
+from torchtitan_graph.data.tokenizer import load_tokenizer
+from torchtitan_graph.errors import UserError
+from torchtitan_graph.log import init_logging
+
+
+class _Rank(NamedTuple):
+    """What a process is to read: as one of the node's ranks."""
+
+    config: job.JobConfig
+    listed: dict[str, Listing]
+    number: int
+    num_ranks: int
+    seconds: float
+
+
+class Fed(NamedTuple):
+    """What one rank read: seconds until its corpus was open and until its first batch, then what it read in `seconds`
+    after that."""
+
+    open_s: float
+    first_s: float
+    seconds: float
+    rows: int
+    tokens: int
+    documents: int
+    bytes_read: int
+
+
+def bench(config: job.JobConfig, num_ranks: int, seconds: float) -> list[str]:
+    """Return lines on what a node's ranks read in so many seconds, all at the same time.
+
+    Raises UserError if the data can't be read.
+    """
+    spawn = multiprocessing.get_context("spawn")
+    together = spawn.Barrier(num_ranks)
+    listed = list_corpora(config)
+    ranks = []
+    for rank in range(num_ranks):
+        here, there = spawn.Pipe(duplex=False)
+        reader = _Rank(config, listed, rank, num_ranks, seconds)
+        process = spawn.Process(target=_feed, args=(reader, together, there))
+        process.start()
+        there.close()
+        ranks.append((here, process))
+    try:
+        found = [here.recv() for here, _ in ranks]
+    except EOFError as error:
+        raise UserError("a process of the measurement died; its error is above") from error
+    finally:
+        for _, process in ranks:
+            process.kill()
+            process.join()
+    if errors := [each for each in found if isinstance(each, str)]:
+        raise UserError(max(errors, key=len))  # others say nothing
+    return _in_words(found, config)
+
+
+def _in_words(found: list[Fed], config: job.JobConfig) -> list[str]:
+    workers, ranks = config.training.dataloader.num_workers, len(found)
+    taken = max(each.seconds for each in found)
+    rows, tokens, documents, bytes_read = (sum(each[i] for each in found) / taken for i in (3, 4, 5, 6))
+    by = f"{ranks} rank{'s' * (ranks > 1)}" + (f" with {workers} worker{'s' * (workers > 1)} each" if workers else "")
+    return [
+        f"opened after {max(each.open_s for each in found):.2f} s, first batch after"
+        f" {max(each.first_s for each in found):.2f} s",
+        f"then {by} read in {taken:.1f} s: {documents:,.0f} documents/s, {rows:,.0f} rows/s, {tokens:,.0f} tokens/s,"
+        f" {bytes_read / 1e6:,.2f} MB/s",
+    ]
+
+
+def _feed(rank: _Rank, together: Barrier, there: Connection) -> None:
+    """Read as one rank, and send a `Fed`, or the message of a UserError."""
+    if rank.number == 0:
+        init_logging()
+    try:
+        there.send(_read(rank, together))
+    except UserError as error:
+        together.abort()
+        there.send(str(error))
+    except BaseException:
+        together.abort()
+        raise
+
+
+def _read(rank: _Rank, together: Barrier) -> Fed:
+    training = rank.config.training
+    tokenizer = load_tokenizer(rank.config.model.hf_assets_path)
+    began = time.perf_counter()
+    data = training_loader(
+        rank.config,
+        tokenizer,
+        rank.listed,
+        local_batch_size=training.local_batch_size,
+        dp_rank=rank.number,
+        dp_degree=rank.num_ranks,
+        num_workers=training.dataloader.num_workers,
+    )
+    opened = time.perf_counter()
+    next(data)
+    first = time.perf_counter()
+    try:
+        together.wait()
+    except Exception as error:  # another rank's error has ended it, and is told by that one
+        raise UserError("") from error
+    before = data.documents, data.bytes_read
+    begin, rows, tokens = time.perf_counter(), 0, 0
+    while (taken := time.perf_counter() - begin) < rank.seconds:
+        batch = next(data)
+        rows, tokens = rows + len(batch.tokens_BL), tokens + batch.tokens_BL.numel()
+    documents, bytes_read = data.documents - before[0], data.bytes_read - before[1]
+    return Fed(opened - began, first - began, taken, rows, tokens, documents, bytes_read)

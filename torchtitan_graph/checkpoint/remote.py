@@ -92,12 +92,17 @@ class Remote:
         return folders
 
     def entries(self) -> dict[str, dict[str, Any]]:
-        """Return the entries of this folder by name, as fsspec describes them; none where there is no folder."""
+        """Return the entries of this folder by name, as fsspec describes them; none where there is no folder.
+
+        A bucket that does not exist is an error: a run must not begin anew because its bucket is away.
+        """
         # Not `find` or `glob`, for which unreachable storage is an empty folder.
         self.fs.invalidate_cache()  # other processes write here too
         try:
             entries = retry_io(lambda: self.fs.ls(self.path, detail=True))
-        except FileNotFoundError:
+        except FileNotFoundError as error:
+            if self._is_flat and error.__cause__ is not None:  # the store's own answer: an empty folder has none
+                raise
             return {}
         return {entry["name"].rstrip("/").rpartition("/")[2]: entry for entry in entries}
 

@@ -14,6 +14,7 @@ from pool import run_on
 from s3 import ACTIONS, BUCKET, Store, at_first, found_by
 from torchtitan_graph import patience
 from torchtitan_graph.checkpoint import Checkpointer, SaveError
+from torchtitan_graph.checkpoint.remote import Remote
 from torchtitan_graph.config import job
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
@@ -116,6 +117,17 @@ def test_a_bucket_that_vanishes_is_not_made_again_and_gets_all_once_it_is_back(
     store.make_bucket()
     save(run, 3)
     assert stored(store) == content(tmp_path)
+
+
+def test_a_run_does_not_begin_anew_while_its_bucket_is_away(store: Store, tmp_path: Path) -> None:
+    save(checkpointer_of(tmp_path / "a", store), 1)
+    store.plan = at_first([], then="404")
+    with pytest.raises(UserError, match="remote_folder: s3://bucket/run can't be used"):
+        load(tmp_path / "b", store)
+    with pytest.raises(FileNotFoundError):
+        Remote(f"{store.address}/run").sizes()
+    store.plan = at_first([])
+    assert Remote(f"{store.address}/another").sizes() == {} and load(tmp_path / "b", store) == 1
 
 
 def test_a_run_that_ended_without_its_last_copy_makes_it_when_it_is_started_again(store: Store, tmp_path: Path) -> None:

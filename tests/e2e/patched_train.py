@@ -43,6 +43,11 @@ def have_a_little_memory() -> None:
     device.memory_total_gib = lambda: float(os.environ["MEMORY_GIB"])
 
 
+def have_no_patience() -> None:
+    """Wait for storage that is away not at all."""
+    patience.WAIT_S = 0.0
+
+
 def have_little_memory_left() -> None:
     """From the second step on, let this process have 72 MiB more than it has."""
     # Memory given back leaves the process, tensors' at once: what the allocator kept would let a second step fit.

@@ -185,8 +185,16 @@ def open_hub(name: str, reading: RowFormat, split: str, seed: int) -> Corpus:
         raise UserError(
             f"{option_of(split)} = {name!r}: can't be streamed from the Hugging Face hub: {error}\n"
             f"Without a network, set {option_of(split)}_path to a local copy, or use the embedded corpus `stdlib`."
-        ) from error
+        ) from _origin(error)
     return StreamedCorpus(stream, reading, f"{name}, {part}", "all" if own else split, seed)
+
+
+def _origin(error: BaseException) -> BaseException:
+    """Return the error at which all began, such as a status of HTTP: `datasets` makes "no such file" of a 503, and
+    names no cause."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return error
 
 
 def _import_datasets(wanted_for: str) -> Any:

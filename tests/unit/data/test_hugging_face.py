@@ -10,6 +10,7 @@ from torchtitan_graph.data.hugging_face import StreamedCorpus, open_hub
 from torchtitan_graph.data.open_corpus import open_corpus
 from torchtitan_graph.data.tokenizer import ByteTokenizer
 from torchtitan_graph.errors import UserError
+from torchtitan_graph.transient import is_transient
 
 datasets = pytest.importorskip("datasets")
 
@@ -179,6 +180,19 @@ def test_no_network_is_said(monkeypatch, split):
     option = "training.dataset" if split == "train" else "validation.dataset"
     with pytest.raises(UserError, match=f"{option} = 'owner/name'.*Couldn't reach the hub\n.*{option}_path"):
         open_corpus("owner/name", None, split, seed=0)
+
+
+def test_a_hub_that_is_away_is_no_mistake_even_where_datasets_says_that_there_is_no_such_file(monkeypatch):
+    def away(*_):
+        try:
+            raise ConnectionError("no route")
+        except ConnectionError:
+            raise FileNotFoundError("Couldn't find any data file") from None
+
+    monkeypatch.setattr("datasets.get_dataset_split_names", away)
+    with pytest.raises(UserError, match="Couldn't find any data file") as caught:
+        open_hub("owner/name", RowFormat(), "train", seed=0)
+    assert is_transient(caught.value)
 
 
 @pytest.mark.parametrize(

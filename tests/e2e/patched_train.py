@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import torch
 import torch.distributed as dist
 
@@ -46,6 +47,13 @@ def have_a_little_memory() -> None:
 def have_no_patience() -> None:
     """Wait for storage that is away not at all."""
     patience.WAIT_S = 0.0
+    find_s3()
+
+
+def find_s3() -> None:
+    """Let fsspec, which is imported already, find the server of `s3.Store.env`; ask it again soon."""
+    fsspec.config.set_conf_env(fsspec.config.conf)
+    patience.FIRST_S = 0.05
 
 
 def have_little_memory_left() -> None:

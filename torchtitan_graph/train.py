@@ -157,7 +157,11 @@ def _end(error: BaseException, code: int, folder: Path | None, run: RunFolder | 
     stopped = isinstance(error, stop.Stopped)
     if folder is not None and not stopped:
         try:
+            if run is not None:
+                run.check_lock()
             write_failure(folder, error, code)
+        except FolderLost as lost:
+            logger.error(str(lost))
         except OSError as disk:  # the error itself may be about the disk
             logger.warning(f"why this run ends is not written to {folder}: {disk}")
     if run is not None:

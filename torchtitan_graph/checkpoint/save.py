@@ -5,7 +5,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -155,12 +155,18 @@ class Saver:
 
     @contextmanager
     def _removed_if_unfinished(self, tmp: Path) -> Iterator[None]:
-        """Delete the partial folder of a failed save: where the disk is full, a restart needs the space."""
+        """Delete the partial folder of a failed save: where the disk is full, a restart needs the space.
+
+        Raises FolderLost if the folder is another run's, which may be writing in a folder of that name.
+        """
         try:
             yield
         except FolderLost:
-            raise  # the other run may be writing in a folder of that name
-        except BaseException:
+            raise
+        except BaseException as error:
+            if isinstance(error, SaveError):  # all ranks raise it together
+                with suppress(OSError):
+                    on_rank_0(self.check, self.group)
             if self.rank == 0:
                 shutil.rmtree(tmp, ignore_errors=True)
             raise

@@ -14,6 +14,7 @@ passed on to the workers, which save a checkpoint and end, however long that tak
 import contextlib
 import logging
 import os
+import secrets
 import shutil
 import signal
 import sys
@@ -109,8 +110,9 @@ def on_this_machine(num_ranks: int, folder: Path) -> list[str]:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // num_ranks)))  # torchrun's own default is one
     # With a store shared with torchrun, a restarted worker would find its predecessor's addresses.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    # A unique name, by which a restarted worker recognizes the lock of the attempt before it.
-    os.environ.setdefault("PET_RDZV_ID", f"{os.uname().nodename}.{os.getpid()}")
+    # A unique name, by which a restarted worker recognizes the lock of the attempt before it; in containers host name
+    # and process id are not.
+    os.environ.setdefault("PET_RDZV_ID", f"{os.uname().nodename}.{secrets.token_hex(8)}")
     output = ["--tee", "3", "--local_ranks_filter", shown]
     if sys.stderr.isatty() and shown == "0" and num_ranks <= 10:
         # On a terminal only rank 0 writes to it, for its progress bar. (--redirects takes ranks of one digit.)

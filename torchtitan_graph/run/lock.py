@@ -65,6 +65,7 @@ class Lock:
 
     Raises:
         FolderHeld: another process has the lock, or `wait` returned true.
+        OSError: the folder can't be written, or its file system takes no heartbeat.
     """
 
     def __init__(
@@ -88,6 +89,11 @@ class Lock:
                 break
             with contextlib.suppress(FileNotFoundError):  # it was released meanwhile
                 self._remove_if_stale()
+        try:
+            self.beat()
+        except OSError:  # a file system that takes no heartbeat
+            self.path.unlink()
+            raise
         self._clean_up()
 
     def beat(self) -> bool:

@@ -148,6 +148,28 @@ def test_a_save_whose_folder_is_lost_amid_it_leaves_the_other_run_s_files_alone(
     assert (tmp_path / "step-2").is_dir() == (point == "prune")
 
 
+def test_a_save_that_fails_since_its_folder_is_lost_says_so_and_removes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another run has deleted the unfinished folder, and made its own."""
+    run, is_lost = checkpointer_of(tmp_path, async_mode="disabled"), False
+
+    def find_none(*_: Any) -> None:
+        nonlocal is_lost
+        is_lost = True
+        raise FileNotFoundError(2, "No such file or directory")
+
+    def check() -> None:
+        if is_lost:
+            raise FolderLost("lost")
+
+    monkeypatch.setattr(saving, "write_train_state", find_none)
+    run.saver.check = check
+    with pytest.raises(FolderLost):
+        run.save(2, {})
+    assert (tmp_path / "step-2.tmp").is_dir()
+
+
 def test_the_last_save_is_waited_for(tmp_path: Path) -> None:
     run = checkpointer_of(tmp_path)
     run.save(1, {}, last=True)

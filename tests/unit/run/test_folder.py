@@ -1,5 +1,6 @@
 """What is written to a run's folder, and when."""
 
+import errno
 import json
 import os
 import re
@@ -134,6 +135,18 @@ def test_a_run_that_has_lost_its_folder_writes_nothing_there(tmp_path: Path, cap
     assert left == dict.fromkeys(("run.lock", "status.json", "config.toml"), "the other's")
 
 
+def test_a_file_system_that_takes_no_heartbeat_is_refused_at_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "utime", refuse)
+    with pytest.raises(UserError, match="job.dump_folder = .* can't be written: .*Operation not permitted"):
+        run_in(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_run_whose_file_server_hangs_ends_without_its_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -142,8 +155,8 @@ def test_a_run_whose_file_server_hangs_ends_without_its_folder(
     monkeypatch.setattr(folder_module, "HEARTBEAT_S", 0.01)
     monkeypatch.setattr(folder_module, "HEART_ENDS_S", 0.05)
     monkeypatch.setattr(folder_module, "Lock", partial(Lock, stale_after_s=0.2))
-    monkeypatch.setattr(os, "utime", lambda path: (hangs.set(), answers.wait(60)))
     run = run_in(tmp_path)
+    monkeypatch.setattr(os, "utime", lambda path: (hangs.set(), answers.wait(60)))
     assert hangs.wait(60)
     while not run.has_lost():
         time.sleep(0.01)

@@ -1,9 +1,9 @@
-"""Small disks, which fill up."""
+"""Small disks, which fill up, and disks that hang."""
 
 import contextlib
 import itertools
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -35,3 +35,28 @@ def fill(disk: Path, with_files: bool = False) -> None:
 
 def set_read_only(disk: Path, read_only: bool = True) -> None:
     subprocess.run(["mount", "-o", f"remount,{'ro' if read_only else 'rw'}", disk], check=True)
+
+
+@contextlib.contextmanager
+def disk_that_hangs(place: Path) -> Iterator[tuple[Path, Callable[[bool], None]]]:
+    """Give a disk at `place`, and a function that lets every write to it wait, or lets them go on."""
+    image = place.with_suffix(".image")
+    place.mkdir()
+    with image.open("wb") as file:
+        file.truncate(32 * 2**20)
+    commands = (["mkfs.ext4", "-q", image], ["mount", "-o", "loop", image, place])
+    try:
+        able = not any(subprocess.run(command, capture_output=True).returncode for command in commands)
+    except FileNotFoundError:
+        able = False
+    if not able:
+        pytest.skip("needs ext4 and the right to mount a file")
+
+    def hang(now: bool) -> None:
+        subprocess.run(["fsfreeze", "--freeze" if now else "--unfreeze", place], capture_output=True)
+
+    try:
+        yield place, hang
+    finally:
+        hang(False)
+        subprocess.run(["umount", place], check=True)

@@ -142,12 +142,16 @@ def lose_storage() -> None:
     lock.Lock._create = write  # type: ignore[assignment]
 
 
-def lose_folder_in_step_3() -> None:
-    """Give the lock of the run's folder a life of 0.8 s. In the third step, LOSE=taken lets another run take it,
-    LOSE=stopped stops this process for longer than that, and LOSE=hung lets the heartbeat wait for ever for its file
-    server."""
+def short_life() -> None:
+    """Give the lock of the run's folder a life of 0.8 s."""
     folder.HEARTBEAT_S = 0.05
     folder.Lock = functools.partial(lock.Lock, stale_after_s=0.8)  # type: ignore[assignment, misc]
+
+
+def lose_folder_in_step_3() -> None:
+    """In the third step, LOSE=taken lets another run take the lock, which has a life of 0.8 s; LOSE=stopped stops this
+    process for longer than that, and LOSE=hung lets the heartbeat wait for ever for its file server."""
+    short_life()
 
     def lose(of: trainer.Trainer) -> None:
         if of.step != 2 or of.rank:

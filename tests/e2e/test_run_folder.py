@@ -11,6 +11,7 @@ import patched_train
 import pytest
 from runs import EAGER, TINY, records, saved_steps, start, train
 
+from disks import disk_that_hangs
 from torchtitan_graph.config import dump_toml, load
 from torchtitan_graph.run.lock import Lock
 
@@ -42,6 +43,27 @@ def test_a_run_that_has_lost_its_folder_ends_after_its_step_and_writes_nothing_t
     if how != "stopped":  # then nobody has taken it
         assert (tmp_path / "run.lock").read_text() == '{"host": "other"}'
         assert (tmp_path / "status.json").read_text() == '{"state": "the other one"}'
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_a_run_whose_disk_hangs_ends_and_saves_nothing_once_it_answers(mode: str, tmp_path: Path) -> None:
+    with disk_that_hangs(tmp_path / "disk") as (disk, hang):
+        folder = disk / "run"
+        options = ["--job.dump_folder", str(folder), "--checkpoint.async_mode", mode, "--training.steps", "100000"]
+        run = start(*options, "--model.name", "my_models.slow", *EAGER, patch=patched_train.short_life, SLOW_S="0.02")
+        run.wait_for(folder / "checkpoint" / "step-2")
+        hang(True)
+        time.sleep(1.5)
+        (process,) = run.processes
+        assert process.is_alive(), "it waits for its disk"
+        saved = set(saved_steps(folder))
+        hang(False)
+        code, output = run.finish()
+        assert code == 7, output
+        assert "this run has lost its folder" in output or "is lost" in output, output
+        assert len(set(saved_steps(folder)) - saved) <= 1, "a rename that the system had begun"
+        assert json.loads((folder / "status.json").read_text())["state"] == "running"
 
 
 def test_resuming_refuses_another_model_and_names_what_changed(tmp_path: Path) -> None:

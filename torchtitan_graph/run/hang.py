@@ -7,6 +7,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from torchtitan_graph.config import job
+from torchtitan_graph.errors import FolderLost
 from torchtitan_graph.log import logger
 
 STDERR = 2
@@ -68,8 +69,8 @@ class HangWatch:
             logger.warning(f"if a step hangs, this rank's stacks go to stderr: no file can be made ({error})")
         return self
 
-    def __exit__(self, *_: object) -> None:
-        if self._file == STDERR:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if self._file == STDERR or isinstance(error, FolderLost):  # the folder is another run's, or does not answer
             return
         os.close(self._file)
         # Other ranks may still write to the folder, so it is not removed here.

@@ -8,6 +8,7 @@ import pytest
 
 from disks import set_read_only, small_disk
 from torchtitan_graph.config import job
+from torchtitan_graph.errors import FolderLost
 from torchtitan_graph.run.hang import STDERR, HangWatch, set_up_flight_recorder
 
 NEW = ("TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE")
@@ -52,6 +53,13 @@ def test_ranks_with_no_step_left_do_not_take_the_folder_from_each_other(tmp_path
     assert not list((tmp_path / "comm_traces").iterdir())
     (tmp_path / "comm_traces").rmdir()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_run_that_has_lost_its_folder_leaves_the_file_there(tmp_path: Path) -> None:
+    """It may be another run's by now, and its storage may not answer."""
+    with pytest.raises(FolderLost), HangWatch(job.Comm(), tmp_path, 0):
+        raise FolderLost("lost")
+    assert [path.name for path in (tmp_path / "comm_traces").iterdir()] == ["rank_0_stacks.txt"]
 
 
 def test_the_stacks_go_to_stderr_where_no_file_can_be_made(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -666,7 +666,7 @@ class Trainer:
                 shutil.rmtree(path.with_name(f"{path.name}.tmp"), ignore_errors=True)
             raise SaveError(
                 f"{path} could not be saved: {why}; the checkpoint of this step is whole. Start the run again: it does "
-                "only this, or use scripts/convert_to_hf.py"
+                "only this, or use python -m torchtitan_graph.convert_to_hf"
             ) from error
         assert self.delivery is not None, "what is exported has it"
         logger.info(f"saved {path}: weights in {self.config.checkpoint.export_dtype}; {self.delivery.summary}")

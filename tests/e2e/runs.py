@@ -85,8 +85,9 @@ def precompile(*options: str, ranks: int) -> Result:
 
 
 def run_script(name: str, *arguments: str) -> Result:
-    """Run a file of scripts/ in a forked process."""
-    run = Forks(str(REPOSITORY / "scripts" / name), *arguments)
+    """Run a file of scripts/, or a command of the package, in a forked process."""
+    folder = "scripts" if (REPOSITORY / "scripts" / name).is_file() else "torchtitan_graph"
+    run = Forks(str(REPOSITORY / folder / name), *arguments)
     run.fork(_script, None, {})
     return run.finish()
 

@@ -120,7 +120,7 @@ def test_a_command_names_what_there_is(line: str) -> None:
         "python -m torchtitan_graph.train --help trainin",
         "python -m torchtitan_graph.check llama3 --atn flex",
         "python -m torchtitan_graph.chek llama3",
-        "python scripts/pretokenize.py --dataset_pat docs",
+        "python -m torchtitan_graph.pretokenize --dataset_pat docs",
         "python -m torchtitan_graph.launch --kubernetes jobst --image i --name n --volume-claim c",
     ],
 )

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from runs import EAGER, REPOSITORY, TINY, numbers, records, saved, train
+from runs import EAGER, TINY, numbers, records, saved, train
 
 CONFIG = """
 [optimizer]
@@ -31,7 +31,7 @@ name = "shards"
 def config(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("long")
     (folder / "text.jsonl").write_text('{"text": "two words, and two words again"}\n' * 100)
-    script = [sys.executable, str(REPOSITORY / "scripts" / "pretokenize.py"), "--out", str(folder / "shards")]
+    script = [sys.executable, "-m", "torchtitan_graph.pretokenize", "--out", str(folder / "shards")]
     subprocess.run([*script, "--dataset_path", str(folder / "text.jsonl")], check=True, capture_output=True)
     tiny = Path(TINY).read_text().replace("[optimizer]\nlr = 1e-2\n", "")
     (folder / "run.toml").write_text(tiny + CONFIG.replace("SHARDS", str(folder / "shards")))

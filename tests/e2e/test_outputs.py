@@ -4,7 +4,6 @@ import base64
 import gzip
 import json
 import re
-import runpy
 import zlib
 from pathlib import Path
 
@@ -12,6 +11,8 @@ import pytest
 from runs import EAGER, REPOSITORY, Result, numbers, records, train
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from torchtitan_graph import explore as explorer_page
+from torchtitan_graph import show_graph
 from torchtitan_graph.analysis.measured import find_trace, measured
 from torchtitan_graph.compiler import PassPlan, passes, update_passes
 from torchtitan_graph.config import load
@@ -80,9 +81,10 @@ def test_what_was_measured_stands_beside_the_estimates(
 ) -> None:
     """By the command of the page, of the very nodes of the run's graph, which a dry run builds again; of another
     graph's it is refused."""
-    main, explore = (runpy.run_path(str(REPOSITORY / "scripts" / f"{x}.py"))["main"] for x in ("show_graph", "explore"))
+    main, explore = show_graph.main, explorer_page.main
     text = (REPOSITORY / "docs" / "tune" / "reading_graphs.md").read_text()
-    (shown,) = re.findall(r"^NGPU=2 python scripts/show_graph.py (.*--profile) outputs/my_run ", text, re.MULTILINE)
+    line = r"^NGPU=2 python -m torchtitan_graph.show_graph (.*--profile) outputs/my_run "
+    (shown,) = re.findall(line, text, re.MULTILINE)
     wanted = [*shown.split(), str(reference[0])]
     monkeypatch.setenv("NGPU", "2")
     assert main(wanted) == 0

@@ -29,7 +29,8 @@ TOKENIZER = REPOSITORY / "tests" / "assets" / "tokenizer"
 def run_script(name: str, *arguments: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
     monkeypatch.syspath_prepend(str(REPOSITORY / "scripts"))
-    runpy.run_path(str(REPOSITORY / "scripts" / name), run_name="__main__")
+    folder = "scripts" if (REPOSITORY / "scripts" / name).is_file() else "torchtitan_graph"
+    runpy.run_path(str(REPOSITORY / folder / name), run_name="__main__")
 
 
 def refusal(name: str, *arguments: object, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> str:

@@ -100,7 +100,8 @@ def _check_is_of(gm: GraphModule, values: Mapping[tuple[str, str], str | None]) 
     name = gm.meta["name"]
     other = (
         "it is of another graph. Give the run's folder alone, whose config.toml says what was chosen where it ran: "
-        "show_graph.py --by scope --profile RUN, or explore.py RUN; or profile a run of this configuration"
+        "torchtitan_graph.show_graph --by scope --profile RUN, or torchtitan_graph.explore RUN; or profile"
+        " a run of this configuration"
     )
     calls = [node for node in gm.graph.nodes if node.op == "call_function" and node.target is not operator.getitem]
     if missing := [node for node in calls if (name, node.name) not in values]:

@@ -57,7 +57,7 @@ def problems(config: JobConfig) -> Iterator[Problem]:
             yield Problem(
                 f"checkpoint.{key}",
                 "no rank of a pipeline can gather the whole model; convert the last checkpoint with"
-                " scripts/convert_to_hf.py",
+                " python -m torchtitan_graph.convert_to_hf",
             )
 
 

@@ -370,7 +370,7 @@ class Training:
         None,
         "Files of the corpus: a text, .jsonl, .csv, .tsv (each also .gz and .zst) or .parquet file, a folder of these"
         " and of source files at any depth, a pattern such as data/*.jsonl, a saved Hugging Face dataset, or token"
-        " shards of scripts/pretokenize.py; or an address of such, as s3://bucket/corpus, gs://, hf:// or https://.",
+        " shards of torchtitan_graph.pretokenize; or an address of such, as s3://bucket/corpus, gs://, hf:// or https://.",
     )
     cache_folder: str | None = option(
         None,
@@ -827,8 +827,8 @@ class Compile:
     )
     record_call_hierarchy: bool = option(
         False,
-        "Record on each graph node the module and function calls that made it, for dumps, show_graph.py, profiles, a"
-        " table in TensorBoard, and passes of your own.",
+        "Record on each graph node the module and function calls that made it, for dumps, show_graph, profiles, a table"
+        " in TensorBoard, and passes of your own.",
     )
     optimizer_in_graph: bool = option(
         False,

@@ -202,5 +202,5 @@ def _import_datasets(wanted_for: str) -> Any:
         return importlib.import_module("datasets")
     except ImportError as error:
         raise UserError(
-            f"{wanted_for} is read by the package `datasets`, which is missing: pip install 'torchtitan_graph[hf]'"
+            f"{wanted_for} is read by the package `datasets`, which is missing: pip install datasets"
         ) from error

@@ -221,7 +221,7 @@ def _open_shards(place: Place, split: str, seed: int, reading: RowFormat) -> Cor
         return ShuffledCorpus(shards, split if len(shards.splits) > 1 else "all", seed)
     raise UserError(
         f"{path}: holds only documents for {shards.splits[0]}, as they have splits of their own. Run"
-        f" scripts/pretokenize.py --split {split} as well, and name that folder for {split}"
+        f" python -m torchtitan_graph.pretokenize --split {split} as well, and name that folder for {split}"
     )
 
 

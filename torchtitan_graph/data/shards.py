@@ -1,4 +1,4 @@
-"""Documents as token ids in files of arrays, written once by `scripts/pretokenize.py`.
+"""Documents as token ids in files of arrays, written once by `torchtitan_graph.pretokenize`.
 
 A folder holds `shards.json` and, for each shard of consecutive documents, three arrays of NumPy's format (nothing is
 pickled): `tokens-N.npy`, all token ids; `ends-N.npy`, where each document ends in it; `keys-N.npy`, a hash of each
@@ -69,17 +69,17 @@ class Shards:
         self.digest, self.splits, num_shards = index["source"], list(index["splits"]), index["shards"]
         if index["format"] not in (*FORMATS.values(), _OLDER):
             known = " or ".join(map(repr, FORMATS.values()))
-            raise UserError(f"{where}: is not of the format {known}; run scripts/pretokenize.py again")
+            raise UserError(f"{where}: is not of the format {known}; pretokenize it again")
         self.is_whole = index["format"] != FORMATS[False]
         names = _names(self.is_whole)
         if num_shards < 1 or not self.splits:
-            raise UserError(f"{where}: names no shard or no split; run scripts/pretokenize.py again")
+            raise UserError(f"{where}: names no shard or no split; pretokenize it again")
         if tokenizer is None:
             raise UserError(f"{folder}: holds token ids, and no text; name the corpus that they were made from")
         if index["tokenizer"] != tokenizer.digest:
             raise UserError(
                 f"{folder}: its token ids are of another tokenizer than model.hf_assets_path names (theirs"
-                f" {index['tokenizer']!r}, here {tokenizer.digest!r}). Name theirs, or run scripts/pretokenize.py again"
+                f" {index['tokenizer']!r}, here {tokenizer.digest!r}). Name theirs, or pretokenize it again"
             )
         # A damaged index may say any number: the first missing file ends this.
         self._files = [[place.open(_name(name, shard)) for name in names] for shard in range(num_shards)]
@@ -277,7 +277,7 @@ class _Array:
         self._file = file
         header = _HEADER.match(file.read_part(0, 4096))
         if not header or int.from_bytes(header[1], "little") != len(header[2]):
-            raise UserError(f"{file.path}: is not an array of integers as scripts/pretokenize.py writes them")
+            raise UserError(f"{file.path}: is not an array of integers as torchtitan_graph.pretokenize writes them")
         self.dtype, self.length = np.dtype(header[3].decode()), int(header[4])
         self._begin = header.end()
         if file.size != (size := self._begin + self.length * self.dtype.itemsize):

@@ -46,6 +46,6 @@ def warn_of_special_tokens(corpus: Corpus, tokenizer: Tokenizer, place: str) -> 
     logger.warning(
         f"{place}: {with_some} of the {looked_at} documents looked at spell out special tokens of the tokenizer"
         f" ({', '.join(named)}{more}). They are cut into characters, as all text is. If they are meant as tokens, run"
-        " scripts/pretokenize.py --special_tokens, and train on its shards; else take them out. A document gets bos and"
-        " eos by itself"
+        " python -m torchtitan_graph.pretokenize --special_tokens, and train on its shards; else take them out. A"
+        " document gets bos and eos by itself"
     )

@@ -23,7 +23,7 @@ def open_tasks(names: str, include_path: Path | None) -> dict[str, Any]:
     """
     if importlib.util.find_spec("lm_eval") is None:
         raise UserError(
-            f"--lm_eval {names}: the package lm-eval is not installed; pip install 'torchtitan_graph[eval]'"
+            f"--lm_eval {names}: the package lm-eval is not installed; pip install 'lm-eval>=0.4.13'"
         )
     if include_path is not None and not include_path.is_dir():
         raise UserError(f"--include_path {include_path}: there is no such folder")
@@ -48,7 +48,8 @@ def open_tasks(names: str, include_path: Path | None) -> dict[str, Any]:
     if writing := sorted(name for name, task in tasks.items() if task.OUTPUT_TYPE == "generate_until"):
         raise UserError(
             f"--lm_eval {','.join(writing)}: asks the model to generate text, and only tasks of likelihoods can be "
-            "evaluated; export the model by scripts/convert_to_hf.py, and run lm_eval --model hf on that folder"
+            "evaluated; export the model by python -m torchtitan_graph.convert_to_hf, and run lm_eval --model hf on"
+            " that folder"
         )
     return {"names": wanted, "manager": manager}
 

@@ -35,7 +35,8 @@ def check_mlflow(enabled: bool, folder: Path) -> None:
     if missing := [name for name in PACKAGES[: 1 if at else None] if importlib.util.find_spec(name) is None]:
         raise UserError(
             f"metrics.enable_mlflow = true: not installed: {', '.join(missing)};"
-            " pip install 'torchtitan_graph[mlflow]', or use metrics.enable_tensorboard = true, which shows the same"
+            " pip install mlflow-skinny alembic sqlalchemy, or use metrics.enable_tensorboard = true, which shows the"
+            " same"
         )
     if at is None and re.search("[?#%]", str(folder.absolute())):
         raise UserError(

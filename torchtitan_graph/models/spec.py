@@ -41,7 +41,7 @@ def load_family(name: str) -> ModuleType:
         family = importlib.import_module(path)
     except ModuleNotFoundError as error:
         if error.name == "transformers" and "." not in name:
-            missing = "it wraps models of the library transformers: pip install 'torchtitan_graph[hf]'"
+            missing = "it wraps models of the library transformers: pip install 'transformers>=5.23'"
             raise UserError(f"model.name = {name!r}: {missing}") from None
         if error.name is None or not path.startswith(error.name):
             raise UserError(f"model.name = {name!r}: {path} can't be imported: {error}") from error
@@ -50,7 +50,7 @@ def load_family(name: str) -> ModuleType:
     except ImportError as error:
         if name != "transformers":
             raise
-        needed = "it needs transformers 5.23 or newer, whose inner names it uses: pip install -U 'torchtitan_graph[hf]'"
+        needed = "it needs transformers 5.23 or newer, whose inner names it uses: pip install -U 'transformers>=5.23'"
         raise UserError(f"model.name = {name!r}: {needed}; {error}") from error
     lacking = [attribute for attribute in CONTRACT if not hasattr(family, attribute)]
     if lacking:

@@ -12,6 +12,7 @@ import pytest
 from templates import CHATML
 from test_chat import conversation, folder  # noqa: F401
 
+from torchtitan_graph import pretokenize
 from torchtitan_graph.config import job, load
 from torchtitan_graph.config.check import check
 from torchtitan_graph.config.columns import find_wrong_column
@@ -271,17 +272,12 @@ def test_conversations_resume_at_any_number_of_ranks(reading, tmp_path, dp_degre
 
 
 def test_shards_of_conversations_give_the_same_rows(reading, tmp_path, monkeypatch):
-    import importlib.util
-
-    spec = importlib.util.spec_from_file_location("pretokenize", "scripts/pretokenize.py")
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
     draw = random.Random(0)
     (tmp_path / "chat.jsonl").write_text("\n".join(json.dumps({"messages": conversation(draw)}) for _ in range(40)))
     words = ["--dataset_path", str(tmp_path / "chat.jsonl"), "--hf_assets_path", str(reading.tokenizer.folder)]
     words += ["--chat_template", reading.chat_template, "--out", str(tmp_path / "shards"), "--tokens_per_shard", "500"]
     monkeypatch.setattr(sys, "argv", ["pretokenize.py", *words])
-    script.main()
+    pretokenize.main()
 
     def rows(path):
         data = build_dataloader(

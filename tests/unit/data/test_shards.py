@@ -293,7 +293,7 @@ def test_ids_that_the_tokenizer_does_not_have_are_refused(shards, tmp_path):
 
 
 def pretokenize(*options: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "scripts/pretokenize.py", *options]
+    command = [sys.executable, "-m", "torchtitan_graph.pretokenize", *options]
     environment = {"PYTHONPATH": ":".join([".", *sys.path])}
     return subprocess.run(command, capture_output=True, text=True, env=environment)
 

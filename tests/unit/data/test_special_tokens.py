@@ -1,11 +1,11 @@
 """Text that spells out special tokens is told before training, and can be tokenised as such ahead of time."""
 
 import argparse
-import importlib.util
 import json
 
 import pytest
 
+from torchtitan_graph import pretokenize
 from torchtitan_graph.config.job import DataSource
 from torchtitan_graph.data import build_dataloader, load_tokenizer
 from torchtitan_graph.data.corpus import ShuffledCorpus
@@ -41,7 +41,7 @@ def test_special_tokens_in_text_are_told_with_what_to_do(chat, warnings):
     (line,) = warnings()
     assert line.startswith(f"{chat}: 2 of the 3 documents looked at spell out special tokens")
     assert "('<|eos|>' in 2, '<|bos|>' in 1)" in line
-    assert "scripts/pretokenize.py --special_tokens" in line
+    assert "python -m torchtitan_graph.pretokenize --special_tokens" in line
 
 
 def test_each_corpus_of_a_mixture_is_looked_at(chat, warnings, tmp_path):
@@ -86,9 +86,6 @@ def test_documents_of_all_lanes_are_looked_at(texts_source, warnings):
 
 
 def test_shards_may_hold_special_tokens_of_text(chat, tmp_path, warnings):
-    spec = importlib.util.spec_from_file_location("pretokenize", "scripts/pretokenize.py")
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
     options = dict(
         dataset="", dataset_path=str(chat), hf_assets_path=SMALL, split="train", format=None, columns={},
         loss_on="assistant", unclear_turns="refuse", chat_template=None, chat_date=None, on_bad_row="refuse",
@@ -96,7 +93,7 @@ def test_shards_may_hold_special_tokens_of_text(chat, tmp_path, warnings):
         cache_folder=None, cache_gb=1.0,
     )  # fmt: skip
     for name, special_tokens in (("text", False), ("tokens", True)):
-        script.pretokenize(argparse.Namespace(**options, out=tmp_path / name, special_tokens=special_tokens))
+        pretokenize.pretokenize(argparse.Namespace(**options, out=tmp_path / name, special_tokens=special_tokens))
     assert len(warnings()) == 1
     tokenizer = load_tokenizer(SMALL)
     as_text, as_tokens = (

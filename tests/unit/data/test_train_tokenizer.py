@@ -9,7 +9,7 @@ from torchtitan_graph.data import load_tokenizer
 
 
 def train(*options: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "scripts/train_tokenizer.py", *options]
+    command = [sys.executable, "-m", "torchtitan_graph.train_tokenizer", *options]
     environment = {"PYTHONPATH": ":".join([".", *sys.path])}
     return subprocess.run(command, capture_output=True, text=True, env=environment)
 

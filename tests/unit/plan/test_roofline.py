@@ -1,7 +1,6 @@
 """The roofline against closed forms, and against the forecast that prices the same graph."""
 
 import json
-import runpy
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -28,6 +27,7 @@ from torchtitan_graph.plan.roofline import (
 )
 from torchtitan_graph.plan.simulate import by_rates, simulate
 from torchtitan_graph.rates import RATES
+from torchtitan_graph.roofline import main
 from torchtitan_graph.steps.budget import trained_bytes
 
 H100 = RATES["H100"]
@@ -196,11 +196,8 @@ def test_the_table_says_what_the_data_say(one: Roofline) -> None:
     ],
 )
 def test_what_has_no_roofline_is_refused(words: str, says: str, capfd: pytest.CaptureFixture[str]) -> None:
-    script = runpy.run_path(str(REPOSITORY / "scripts" / "roofline.py"))
-    assert (
-        script["main"](["--job.config_file", str(REPOSITORY / "train_configs" / "llama3_debug.toml"), *words.split()])
-        == 2
-    )
+    config = str(REPOSITORY / "train_configs" / "llama3_debug.toml")
+    assert main(["--job.config_file", config, *words.split()]) == 2
     out, err = capfd.readouterr()
     assert says in out + err and not out.startswith("a step")
 

@@ -1,6 +1,6 @@
 """Tokenise a corpus once, into shards that runs map into memory:
 
-python scripts/pretokenize.py --dataset_path web.jsonl --hf_assets_path DIR --out web_tokens
+python -m torchtitan_graph.pretokenize --dataset_path web.jsonl --hf_assets_path DIR --out web_tokens
 """
 
 import argparse

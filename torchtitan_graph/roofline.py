@@ -1,4 +1,6 @@
-"""What bounds a job's step, before any GPU is there: python scripts/roofline.py --job.config_file my.toml --device h100
+"""What bounds a job's step, before any GPU is there.
+
+python -m torchtitan_graph.roofline --job.config_file my.toml --device h100
 
 The step's graph is built as a dry run does, passes and optimizer included, and every operator's FLOPs and bytes are
 counted, unfused and fused: by class of operator and by module, with what bounds each, and MFU. All options of training

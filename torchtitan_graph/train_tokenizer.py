@@ -1,6 +1,8 @@
-"""Train a byte-level BPE tokenizer on a corpus: python scripts/train_tokenizer.py --dataset stdlib --out DIR"""
+"""Train a byte-level BPE tokenizer on a corpus.
 
-import argparse
+python -m torchtitan_graph.train_tokenizer --dataset stdlib --out DIR
+"""
+
 import itertools
 import json
 from collections.abc import Iterator
@@ -8,6 +10,7 @@ from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from torchtitan_graph.command import make_parser
 from torchtitan_graph.config.load import add_option
 from torchtitan_graph.data.corpus import Corpus
 from torchtitan_graph.data.forms import RowFormat
@@ -43,7 +46,7 @@ def train_tokenizer(documents: Iterator[str], vocab_size: int) -> Tokenizer:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = make_parser(__doc__)
     parser.add_argument("--dataset", default="stdlib", help="corpus, as training.dataset; its training split is used")
     parser.add_argument("--dataset_path", help="as training.dataset_path")
     add_option(parser, "training.columns")

@@ -1,4 +1,6 @@
-"""Show the graph of a configuration, without training: python scripts/show_graph.py --job.config_file my.toml
+"""Show the graph of a configuration, without training.
+
+python -m torchtitan_graph.show_graph --job.config_file my.toml
 
 What train.py takes is taken here as well; NGPU=64 in front shows one rank of 64. Nothing is allocated or sent. Each
 line has the value's dtype and shape, phase, module, line of source, and after | what is held while it runs.
@@ -273,7 +275,8 @@ def show(options: argparse.Namespace, folder: Path, parser: argparse.ArgumentPar
         parser.error(f"--graphs {folder}: has no graphs; a run with debug.dump_graphs = true writes them to graphs/")
     if options.diff:
         old, new = (without_bytes(read(find_graph(folder, name, parser))) for name in options.diff)
-        print("\n".join(difflib.unified_diff(old, new, *options.diff, n=0, lineterm="")))
+        before, after = options.diff
+        print("\n".join(difflib.unified_diff(old, new, before, after, n=0, lineterm="")))
         return
     path = find_graph(folder, options.after, parser) if options.after else paths[-1]
     text = read(path)

@@ -1,4 +1,6 @@
-"""Write a page to explore a step with: python scripts/explore.py --job.config_file my.toml -o step.html
+"""Write a page to explore a step with.
+
+python -m torchtitan_graph.explore --job.config_file my.toml -o step.html
 
 A run's folder in place of the file stands for its configuration, and adds what the run measured. All options of
 training are taken, as --training.seq_len 512; NGPU=64 in front shows one rank of 64. The graphs are built as a dry run

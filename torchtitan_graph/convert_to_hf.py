@@ -1,11 +1,14 @@
-"""Turn a run's checkpoint into a Hugging Face folder: python scripts/convert_to_hf.py RUN/checkpoint/step-N OUT"""
+"""Turn a run's checkpoint into a Hugging Face folder.
 
-import argparse
+python -m torchtitan_graph.convert_to_hf RUN/checkpoint/step-N OUT
+"""
+
 from pathlib import Path
 
 import torch
 
 from torchtitan_graph.checkpoint import load_model, newest_below
+from torchtitan_graph.command import make_parser
 from torchtitan_graph.data.forms import RowFormat
 from torchtitan_graph.data.tokenizer import load_tokenizer
 from torchtitan_graph.delivery import deliver
@@ -17,7 +20,7 @@ from torchtitan_graph.optim import AVERAGE
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = make_parser(__doc__)
     parser.add_argument("checkpoint", type=Path, help="folder `step-N`, or one of a run: its newest")
     parser.add_argument("out", type=Path, help="folder to make")
     parser.add_argument(
@@ -42,7 +45,8 @@ def main() -> None:
             family, model = new_model(options.like)
             is_there = (options.like / "tokenizer.json").is_file()
             reading = RowFormat(load_tokenizer(str(options.like)) if is_there else None)
-            assets, base = options.like, str(options.like.absolute())
+            assets: Path | None = options.like
+            base: str | None = str(options.like.absolute())
         else:
             family, model, reading, assets, base = describe(checkpoint, options.config)
         delivery = deliver(reading, assets)

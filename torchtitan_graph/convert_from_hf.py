@@ -1,25 +1,28 @@
-"""Turn a Hugging Face folder into a checkpoint to start from: python scripts/convert_from_hf.py HF_FOLDER OUT"""
+"""Turn a Hugging Face folder into a checkpoint to start from.
 
-import argparse
+python -m torchtitan_graph.convert_from_hf HF_FOLDER OUT
+"""
+
 import shutil
 from pathlib import Path
 
 import torch
 
 from torchtitan_graph.checkpoint import SaveError, save_model
+from torchtitan_graph.command import make_parser
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import init_logging, logger
 from torchtitan_graph.models.hf import asset_files, from_hf
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = make_parser(__doc__)
     parser.add_argument("hf_folder", type=Path, help="folder with config.json and safetensors files")
     parser.add_argument("out", type=Path, help="folder to write the checkpoint `step-0` into")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the checkpoint")
     parser.add_argument("--quantized", action="store_true", help="turn fp8 or MXFP4 weights back into numbers")
     options = parser.parse_args()
-    # Needed by torchtitan_graph.generate and convert_to_hf.py.
+    # Needed by torchtitan_graph.generate and torchtitan_graph.convert_to_hf.
     described = {"config.json": options.hf_folder / "config.json", **asset_files(options.hf_folder)}
     if taken := [name for name in described if (options.out / name).exists()]:
         parser.exit(2, f"{options.out} holds {', '.join(taken)} already: name a new folder\n")

@@ -1,11 +1,10 @@
-"""What the explorer's script writes and refuses, and what is seen of passes; tests/e2e/test_explorer.py opens it."""
+"""What the explorer's command writes and refuses, and what is seen of passes; tests/e2e/test_explorer.py opens it."""
 
 import base64
 import gzip
 import json
 import os
 import re
-import runpy
 import subprocess
 import sys
 import zlib
@@ -19,6 +18,7 @@ from torch.fx import GraphModule
 
 from torchtitan_graph.capture.trace import minimal_fx_tracer
 from torchtitan_graph.compiler import Inspection, Pass, run_passes
+from torchtitan_graph.explore import main
 from torchtitan_graph.explorer import PassWatch, run_data
 from torchtitan_graph.explorer.run import MAX_POINTS, MAX_WORDS
 from torchtitan_graph.explorer.watch import Change
@@ -29,8 +29,7 @@ aten = torch.ops.aten
 
 
 def explore(*arguments: object) -> int:
-    script = runpy.run_path(str(REPOSITORY / "scripts" / "explore.py"))
-    return script["main"](["--job.config_file", *map(str, arguments)])
+    return main(["--job.config_file", *map(str, arguments)])
 
 
 def data_of(path: Path) -> dict[str, Any]:

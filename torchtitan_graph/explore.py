@@ -21,14 +21,14 @@ from torchtitan_graph.analysis.liveness import input_memory
 from torchtitan_graph.analysis.measured import find_trace, has_traces, measured
 from torchtitan_graph.analysis.scopes import charges, in_a_row
 from torchtitan_graph.command import command, make_parser, run_command
-from torchtitan_graph.config import DRY, JobConfig, load, ranks_asked_for, read_beside
+from torchtitan_graph.config import JobConfig, ranks_asked_for, read_beside
 from torchtitan_graph.device import GIB
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.explorer import PassWatch, Strings, graph_data, page, run_data
 from torchtitan_graph.forecast import forecast
 from torchtitan_graph.log import logger
 from torchtitan_graph.parallel.pipeline import StageGraph
-from torchtitan_graph.plan.ranks import dry_rank
+from torchtitan_graph.plan.ranks import dry_rank, load_dry
 from torchtitan_graph.run.files import check_result, write_result
 from torchtitan_graph.steps import Graphs, build_graphs
 from torchtitan_graph.steps.budget import EARLIER, INPUTS
@@ -141,7 +141,7 @@ def main(argv: Sequence[str]) -> int:
     )
     options, of_training = read_beside(parser, argv)
     check_result("-o", options.output)
-    config = with_records(load([*of_training, *DRY]))
+    config = with_records(load_dry(of_training))
     run = Path(config.job.config_file or "")
     is_run = config.job.config_file is not None and run.is_dir()
     has_profile = is_run and has_traces(run)

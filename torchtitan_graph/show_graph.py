@@ -26,11 +26,11 @@ from torchtitan_graph.analysis.liveness import takes_memory
 from torchtitan_graph.analysis.measured import find_trace
 from torchtitan_graph.command import command, make_parser, run_command
 from torchtitan_graph.compiler import PassPlan, passes
-from torchtitan_graph.config import DRY, JobConfig, load, read_beside
+from torchtitan_graph.config import JobConfig, read_beside
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.formats.show import without_bytes
 from torchtitan_graph.models.layers.adapt import beginnings
-from torchtitan_graph.plan.ranks import dry_rank
+from torchtitan_graph.plan.ranks import dry_rank, load_dry
 from torchtitan_graph.run.files import check_result, write_result
 from torchtitan_graph.small_files import read_text
 from torchtitan_graph.steps import build_graphs
@@ -171,7 +171,7 @@ def build(words: Sequence[str], folder: Path, wanted: Sequence[str], parser: arg
     Raises:
         UserError: as a run of that configuration.
     """
-    with dry_rank(load([*words, "--debug.dump_graphs", "--job.dump_folder", str(folder), *DRY])) as blueprint:
+    with dry_rank(load_dry([*words, "--debug.dump_graphs", "--job.dump_folder", str(folder)])) as blueprint:
         names = passes_of(blueprint.config)
         chosen = [check_name(name, names, parser) for name in wanted] or names[-1:]
         blueprint.options = dataclasses.replace(blueprint.options, dump_only=chosen, eval_rows=None)
@@ -189,7 +189,7 @@ def table(words: Sequence[str], by: str, depth: int, profile: Path | None) -> li
     names = {word.partition("=")[0].replace("-", "_") for word in words}
     if profile is not None and profile.is_dir() and "__job.config_file" not in names:
         words = ["--job.config_file", str(profile), *words]
-    with dry_rank(load([*words, "--compile.record_call_hierarchy", *DRY])) as blueprint:
+    with dry_rank(load_dry([*words, "--compile.record_call_hierarchy"])) as blueprint:
         of_rank = (blueprint.config.comm.fake_rank, blueprint.dims.num_ranks)
         trace = find_trace(profile, *of_rank) if profile is not None else None
         # A profiled graph has run: its norms are this machine's.

@@ -22,9 +22,7 @@ def open_tasks(names: str, include_path: Path | None) -> dict[str, Any]:
         UserError: lm-evaluation-harness is not installed, has no such task, or one asks the model to generate text.
     """
     if importlib.util.find_spec("lm_eval") is None:
-        raise UserError(
-            f"--lm_eval {names}: the package lm-eval is not installed; pip install 'lm-eval>=0.4.13'"
-        )
+        raise UserError(f"--lm_eval {names}: the package lm-eval is not installed; pip install 'lm-eval>=0.4.13'")
     if include_path is not None and not include_path.is_dir():
         raise UserError(f"--include_path {include_path}: there is no such folder")
     from lm_eval.tasks import TaskManager

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -28,6 +29,7 @@ from torchtitan_graph.parallel.pipeline import StageGraph
 from torchtitan_graph.parallel.schedule import Schedule
 from torchtitan_graph.plan.depth import kind_of
 from torchtitan_graph.rates import Rates
+from torchtitan_graph.run.status import device_of
 from torchtitan_graph.steps import Graphs, StepOptions, build_graphs, num_replicas
 from torchtitan_graph.steps.budget import state_of_stored
 from torchtitan_graph.steps.choices import check_disabled
@@ -95,6 +97,21 @@ class BuiltJob(NamedTuple):
     def schedule(self) -> Schedule | None:
         """The schedule of a pipeline for so many microbatches."""
         return self.options.fewer.get(self.num_microbatches, self.options.pipeline)
+
+
+def load_dry(words: Sequence[str]) -> JobConfig:
+    """Return the configuration of a dry run. A run's folder stands for the device that it was on, too: what `auto` was
+    there is in its config.toml.
+
+    Raises:
+        UserError: as a dry run of it.
+    """
+    config = load([*words, *DRY])
+    folder = Path(config.job.config_file or "")
+    device = device_of(folder) if config.job.config_file and folder.is_dir() else None
+    if device is None or any(word.replace("-", "_").startswith("__comm.fake_device") for word in words):
+        return config
+    return load([*words, "--comm.fake_device", device, *DRY])
 
 
 def configuration(words: Sequence[str], num_ranks: int) -> JobConfig:

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from torchtitan_graph import stop
+from torchtitan_graph.device import rates
+from torchtitan_graph.rates import RATES
 from torchtitan_graph.run.files import read_record, write_json
 from torchtitan_graph.run.identity import Identity, Seconds, identity
 from torchtitan_graph.small_files import Count
@@ -36,6 +38,12 @@ class Written(Identity):
     seconds: dict[str, Seconds]
 
 
+class Ran(TypedDict):
+    """The device that a run was on, as comm.fake_device names it; an earlier release's status has none."""
+
+    device: str
+
+
 class Activity(TypedDict):
     """Fields of status.json that tell what a run is doing; an earlier release's has not all of them."""
 
@@ -50,6 +58,12 @@ def activity_of(folder: Path) -> str | None:
     if status is None or status["state"] != RUNNING or time.time() - status["time"] > 3 * HEARTBEAT_S:
         return None
     return status["activity"]
+
+
+def device_of(folder: Path) -> str | None:
+    """Return the device that the run in a folder was on, one of RATES; None where that is not known."""
+    status = read_record(folder / NAME, Ran)
+    return status["device"] if status is not None and status["device"] in RATES else None
 
 
 def read_status(folder: Path) -> Written | None:
@@ -84,6 +98,7 @@ class Status:
             "total_steps": total_steps,
             "loss": None,
             "restarts": before["restarts"] + 1 if before else 0,
+            "device": rates().name.partition(",")[0],
             **identity(),
         }
         self.write()

@@ -11,6 +11,7 @@ import pytest
 
 from disks import fill, small_disk
 from torchtitan_graph import stop
+from torchtitan_graph.plan.ranks import load_dry
 from torchtitan_graph.run.status import FINISHED, STOPPED, TIMES, Status, read_status
 
 
@@ -167,3 +168,12 @@ def test_a_full_disk_keeps_no_status_from_being_written(tmp_path: Path) -> None:
         status.write("failed", "é" * 10_000)
         assert written(disk)["state"] == "failed" and len(written(disk)["reason"]) < 600
         assert not (disk / "status.json.tmp").exists()
+
+
+def test_a_dry_run_of_a_run_is_for_the_device_that_it_was_on(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text('[model]\nattn = "varlen"\n')
+    words = ["--job.config_file", str(tmp_path)]
+    assert load_dry(words).comm.fake_device == "H100"
+    Status(tmp_path, total_steps=2)
+    assert load_dry(words).comm.fake_device == "CPU"
+    assert load_dry([*words, "--comm.fake_device", "A100"]).comm.fake_device == "A100"

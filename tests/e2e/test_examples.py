@@ -32,9 +32,10 @@ def train_example(name: str, folder: Path, options: str, ranks: int = 1, file: s
 
 def test_own_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(REPOSITORY)  # the page's dataset_path is relative to it
-    (line,) = re.findall(r"^python (scripts/.*)$", (EXAMPLES / "own_text" / "README.md").read_text(), re.MULTILINE)
-    script, *words = line.removeprefix("scripts/").replace("outputs/own_tokenizer", str(tmp_path / "bpe")).split()
-    code, output = run_script(script, *words)
+    page = (EXAMPLES / "own_text" / "README.md").read_text()
+    (line,) = re.findall(r"^python -m torchtitan_graph.(train_tokenizer .*)$", page, re.MULTILINE)
+    name, *words = line.replace("outputs/own_tokenizer", str(tmp_path / "bpe")).split()
+    code, output = run_script(f"{name}.py", *words)
     assert code == 0, output
     train_example("own_text", tmp_path, f"--model.hf_assets_path {tmp_path / 'bpe'} --validation.steps 1 {AS_EAGER}")
 

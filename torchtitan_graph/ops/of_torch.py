@@ -19,6 +19,7 @@ from torchtitan_graph.ops.operator import (
     num_bytes,
 )
 from torchtitan_graph.torch_private.distributed import is_gloo
+from torchtitan_graph.torch_private.flash import packed_bytes
 
 aten, c10d, higher_order = torch.ops.aten, torch.ops._c10d_functional, torch.ops.higher_order
 
@@ -60,9 +61,13 @@ def _copied_gradient(dout_BNLH: Tensor, *rest: object, **_: object) -> int:
     return 0 if dout_BNLH.transpose(1, 2).is_contiguous() else num_bytes(dout_BNLH)
 
 
+def _packed(q_BNLH: Tensor, k_BNLH: Tensor, *rest: object, **_: object) -> int:
+    return packed_bytes(k_BNLH)
+
+
 for kernel in ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention"):
     forward, backward = (getattr(aten, f"_scaled_dot_product_{kernel}{end}").default for end in ("", "_backward"))
-    declare(forward, attention=Attention(), recompute="costly")
+    declare(forward, attention=Attention(), scratch=_packed, recompute="costly")
     declare(backward, attention=Attention(query=1, is_backward=True))
 declare(aten._scaled_dot_product_flash_attention_for_cpu_backward.default, scratch=_copied_gradient)
 declare(higher_order.flex_attention, attention=Attention(), recompute="costly")

@@ -27,7 +27,7 @@ from torchtitan_graph.ops.loss import wide
 from torchtitan_graph.ops.operator import Attention, num_bytes, operator
 from torchtitan_graph.ops.pieces import ROWS_AT_A_TIME, Call, calls_of
 from torchtitan_graph.ops.varlen_cpu import attend_in_pieces, gradients_in_pieces
-from torchtitan_graph.torch_private.flash import varlen_backward, varlen_forward
+from torchtitan_graph.torch_private.flash import packed_bytes, varlen_backward, varlen_forward
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,6 +100,11 @@ def _scratch(q_BLNH: Tensor, k_BLKH: Tensor, copies: int) -> int:
     return copies * row * max(L, min(2 * ROWS_AT_A_TIME, B * L))
 
 
+def _scratch_of_forward(q_BLNH: Tensor, k_BLKH: Tensor, *_: object, **__: object) -> int:
+    """Return the bytes of forward's temporaries, where a document may be as long as its row."""
+    return _scratch(q_BLNH, k_BLKH, 2) + packed_bytes(q_BLNH[:1])  # keys are as many as queries, once expanded
+
+
 def _scratch_of_backward(d_out_BLNH: Tensor, q_BLNH: Tensor, k_BLKH: Tensor, *_: object, **__: object) -> int:
     """Return the bytes of backward's temporaries; where keys are in half precision, the sums of two gradients, too."""
     is_half = wide(k_BLKH.dtype) != k_BLKH.dtype
@@ -132,7 +137,7 @@ def _backward(ctx, d_out_BLNH: Tensor, *unused: None):  # type: ignore[no-untype
     setup=_save,
     backward=_backward,
     attention=Attention(length=1),
-    scratch=lambda q, k, *_, **__: _scratch(q, k, 2),
+    scratch=_scratch_of_forward,
     recompute="costly",
     examples=_whole_rows,
 )

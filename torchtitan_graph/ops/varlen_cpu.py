@@ -48,9 +48,11 @@ def gradients_in_pieces(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of queries, keys and values; those of keys that are in several pieces are added up in the
     type of `lse_NT`."""
-    K = k_TKH.shape[1]
+    T, K, H = k_TKH.shape
+    once = _each_key_once(calls, T)
+    new = torch.empty if once else torch.zeros
     dq_TNH = torch.empty_like(q_TNH, memory_format=torch.contiguous_format)
-    dk_TKH, dv_TKH = (torch.zeros(x.shape, dtype=lse_NT.dtype, device=x.device) for x in (k_TKH, v_TKH))
+    dk_KTH, dv_KTH = (new((T, K, H), dtype=lse_NT.dtype, device=k_TKH.device).transpose(0, 1) for _ in range(2))
     q_KGTH, k_KGTH, v_KGTH = (_by_head(x, K) for x in (q_TNH, k_TKH, v_TKH))
     d_out_KGTH, out_KGTH, dq_KGTH = (_by_head(x, K) for x in (d_out_TNH, out_TNH, dq_TNH))
     lse_KGT = lse_NT.unflatten(0, (K, -1))
@@ -59,14 +61,19 @@ def gradients_in_pieces(
         inputs = _inputs(call, q_KGTH, k_KGTH, v_KGTH)
         d_q, d_k, d_v = cpu_backward(d_out, *inputs, out, lse, call.seen(), scale)
         dq_KGTH[:, :, call.queries] = _rows(d_q, call)
-        for total_TKH, part in ((dk_TKH, d_k), (dv_TKH, d_v)):
-            part_TKH = _rows(part.sum(1, keepdim=True, dtype=total_TKH.dtype), call).squeeze(1).transpose(0, 1)
-            if isinstance(call.keys, slice):
-                total_TKH[call.keys] += part_TKH
+        for total_KTH, part in ((dk_KTH, d_k), (dv_KTH, d_v)):
+            if once and isinstance(call.keys, slice):
+                torch.sum(part, 1, dtype=total_KTH.dtype, out=total_KTH[:, call.keys])
+                continue
+            part_KTH = _rows(part.sum(1, keepdim=True, dtype=total_KTH.dtype), call).squeeze(1)
+            if once:
+                total_KTH[:, call.keys] = part_KTH
+            elif isinstance(call.keys, slice):
+                total_KTH[:, call.keys] += part_KTH
             else:
-                total_TKH.index_add_(0, call.keys, part_TKH)
-        del d_q, d_k, d_v, d_out, inputs, out, lse, part, part_TKH  # before the next call needs memory
-    return dq_TNH, dk_TKH.type_as(k_TKH), dv_TKH.type_as(v_TKH)
+                total_KTH.index_add_(1, call.keys, part_KTH)
+        del d_q, d_k, d_v, d_out, inputs, out, lse, part  # before the next call needs memory
+    return dq_TNH, dk_KTH.transpose(0, 1).type_as(k_TKH), dv_KTH.transpose(0, 1).type_as(v_TKH)
 
 
 def _by_head(rows: Tensor, K: int) -> Tensor:
@@ -89,3 +96,8 @@ def _pieces(x_KGT: Tensor, places: Places, call: Call) -> Tensor:
 def _rows(pieces: Tensor, call: Call) -> Tensor:
     """Reshape pieces (K * pieces, G, L, ...) to (K, G, pieces * L, ...)."""
     return pieces if call.number == 1 else pieces.unflatten(0, (-1, call.number)).movedim(1, 2).flatten(2, 3)
+
+
+def _each_key_once(calls: Sequence[Call], T: int) -> bool:
+    """Return whether each of T keys is in one piece: then its gradient is written, else it is added up."""
+    return all(call.offset == 0 for call in calls) and sum(call.number * call.length for call in calls) == T

@@ -80,6 +80,13 @@ def cpu_backward(
     )
 
 
+def packed_bytes(k_BNLH: Tensor) -> int:
+    """Return the bytes of a CPU's copies of keys and values in its forward kernel: in bfloat16 it lays them out for the
+    processor's matrix tiles (AMX), if it has any and there are 64 queries and keys or more."""
+    is_packed = k_BNLH.device.type == "cpu" and k_BNLH.dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported()
+    return 2 * k_BNLH.numel() * k_BNLH.element_size() if is_packed else 0
+
+
 def _bias(seen_LL: Tensor | None, q_BNLH: Tensor) -> Tensor | None:
     if seen_LL is None:
         return None

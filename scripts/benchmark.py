@@ -144,14 +144,15 @@ def options_of(
         **plan_regions(job.Compile(fusions=fusions), model, device),
         **{pattern: {} for pattern in REGIONS.get(mode, ())},
     }
-    is_torchs = device.type != "cuda" or mode.startswith("compile")
+    on_cpu = ("rope",) if mode in ("eager", "graph") else ()
+    one_operator = tuple(ELEMENTWISE) if device.type == "cuda" and not mode.startswith("compile") else on_cpu
     return StepOptions(
         target=dataclasses.replace(Target.here(), device=device),
         rows=(args.rows, args.seq_len),
         mode="eager" if mode in EAGER else "graph",
         precision=precision,
         recompute=recompute_of(policy),
-        fused=() if is_torchs else tuple(kind for name, kind in ELEMENTWISE.items() if name not in fusions),
+        fused=tuple(ELEMENTWISE[name] for name in one_operator if name not in fusions),
         regions=regions,
         disabled=args.disable,
     )

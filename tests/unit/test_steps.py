@@ -199,10 +199,12 @@ def test_masks_of_all_pairs_are_told_on_a_gpu(
 @pytest.mark.parametrize(
     ("device", "words", "fused"),
     [
-        ("cpu", "", set()),
+        ("cpu", "", {Rotation}),
+        ("cpu", "--compile.codegen blocks", set()),
+        ("cpu", "--compile.fusions rope", set()),
         ("cuda", "", {SwiGLU, Rotation}),
         ("cpu", "--comm.mode fake_backend --comm.fake_device H100", {SwiGLU, Rotation}),
-        ("cpu", "--comm.mode fake_backend --comm.fake_device CPU", set()),
+        ("cpu", "--comm.mode fake_backend --comm.fake_device CPU", {Rotation}),
         ("cuda", "--compile.fusions rms_norm,rope", {SwiGLU}),
         ("cuda", "--compile.fusions rope,swiglu", set()),
         ("cuda", "--compile.codegen blocks", {SwiGLU, Rotation}),

@@ -159,9 +159,9 @@ class Model:
     elementwise: str = option(
         "auto",
         "Implementation of rotary positions and SwiGLU, equal up to rounding. fused: one operator each, a single"
-        " kernel on a GPU, except for those in compile.fusions; torch: torch's operators; auto: fused on a GPU, torch"
-        " on a CPU.",
-        choices=("auto", "fused", "torch"),
+        " kernel on a GPU, except for those in compile.fusions; rope: rotary positions alone; torch: torch's operators;"
+        " auto: fused on a GPU; on a CPU rope, or torch where compile.codegen compiles blocks.",
+        choices=("auto", "fused", "rope", "torch"),
     )
     lora: Lora = field(default_factory=Lora)
 

@@ -2,7 +2,8 @@
 
 On a GPU each is one kernel, see elementwise_kernels.py; on a CPU torch's operators compute the same. They compute in
 fp32 (fp64 for inputs in it) and round once. Eager mode and the graph call the same operators, so they have the same
-bits; the layers' own formulas, which torch rounds in between, are equal up to rounding.
+bits. On a CPU a rotation has the bits of the layer's own formula, in fewer passes over memory; SwiGLU, and what a GPU
+computes, are equal to those formulas up to rounding.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchtitan_graph.ops.operator import operator
+from torchtitan_graph.ops.operator import num_bytes, operator
 
 STEEPNESS, LIMIT = 1.702, 7.0  # of gpt_oss' gate
 _FORM = {False: (1.0, 0.0), True: (STEEPNESS, LIMIT)}  # by clamped: (steepness, limit); a limit of 0 is none
@@ -56,7 +57,20 @@ def _fake_swiglu(gate: Tensor, up: Tensor, clamped: bool) -> Tensor:
     return _like(gate)
 
 
-@operator(lambda x_BLNH, *_: _like(x_BLNH), setup=_save_angles, backward=_rotate_backward, elementwise=True)
+def _scratch_of_rotation(x_BLNH: Tensor, *_: object, **__: object) -> int:
+    """Return the bytes of the temporaries on a CPU: products of a half; in half precision, both halves in fp32, too."""
+    if x_BLNH.device.type != "cpu":
+        return 0
+    return num_bytes(x_BLNH) // 2 if _wide(x_BLNH) == x_BLNH.dtype else 4 * num_bytes(x_BLNH)
+
+
+@operator(
+    lambda x_BLNH, *_: _like(x_BLNH),
+    setup=_save_angles,
+    backward=_rotate_backward,
+    elementwise=True,
+    scratch=_scratch_of_rotation,
+)
 def rotate(x_BLNH: Tensor, cos_BL1H: Tensor, sin_BL1H: Tensor, interleaved: bool, back: bool) -> Tensor:
     """Rotate the pairs of every head by their angles, or back; return the result.
 
@@ -71,11 +85,16 @@ def rotate(x_BLNH: Tensor, cos_BL1H: Tensor, sin_BL1H: Tensor, interleaved: bool
         write_rotated(out_BLNH, x_BLNH, cos_BL1H, sin_BL1H, interleaved, back)
         return out_BLNH
     x, out = ((t.unflatten(-1, (-1, 2)) if interleaved else t.unflatten(-1, (2, -1))) for t in (x_BLNH, out_BLNH))
-    pair = -1 if interleaved else -2
-    first, second = (half.to(_wide(x)) for half in x.unbind(pair))
-    sin_BL1H = -sin_BL1H if back else sin_BL1H
-    out.select(pair, 0).copy_(first * cos_BL1H - second * sin_BL1H)
-    out.select(pair, 1).copy_(second * cos_BL1H + first * sin_BL1H)
+    pair, wide = -1 if interleaved else -2, torch.promote_types(_wide(x_BLNH), cos_BL1H.dtype)
+    first, second = (half.to(wide) for half in x.unbind(pair))
+    product = torch.empty_like(first, memory_format=torch.contiguous_format)
+    for place, of_cos, of_sin, is_less in ((0, first, second, not back), (1, second, first, back)):
+        turned = out.select(pair, place)
+        result = torch.mul(of_cos, cos_BL1H, out=turned) if turned.dtype == wide else of_cos * cos_BL1H
+        torch.mul(of_sin, sin_BL1H, out=product)
+        result.sub_(product) if is_less else result.add_(product)
+        if result is not turned:
+            turned.copy_(result)
     return out_BLNH
 
 

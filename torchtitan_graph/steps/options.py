@@ -275,9 +275,8 @@ def own_step(training: job.Training) -> NamedStep | None:
 
 def _fused(config: JobConfig) -> tuple[type[nn.Module], ...]:
     assert config.model.elementwise != "auto", "`choose_model` returns the resolved table"
-    if config.model.elementwise == "torch":
-        return ()
-    return tuple(kind for name, kind in ELEMENTWISE.items() if name not in config.compile.fusions)
+    names = {"torch": (), "rope": ("rope",), "fused": tuple(ELEMENTWISE)}[config.model.elementwise]
+    return tuple(ELEMENTWISE[name] for name in names if name not in config.compile.fusions)
 
 
 def _offload(config: JobConfig, model: Decoder, pipeline: Schedule | None, target: Target) -> Sequence[str]:

@@ -46,7 +46,10 @@ def test_a_rotation(dtype: torch.dtype, interleaved: bool, rows: int) -> None:
     cos, sin = rope_cos_sin(positions_BL, 8, 10000.0)
     given = (cos.double(), sin.double()) if dtype == torch.float64 else (cos, sin)
     assert off(Rotation(interleaved=interleaved), x_BLNH, *given) < CLOSE[dtype]
-    assert off(Rotation(interleaved=interleaved), x_BLNH, *given) == 0 or dtype != torch.float64
+    rotation = Rotation(interleaved=interleaved)
+    own = with_gradients(rotation, x_BLNH, *given)
+    rotation.is_fused = True
+    assert all(map(torch.equal, with_gradients(rotation, x_BLNH, *given), own)), "the bits of the formula"
     turned = rotate(x_BLNH.double(), cos.double(), sin.double(), interleaved, False)
     back = rotate(turned, cos.double(), sin.double(), interleaved, True)
     torch.testing.assert_close(back, x_BLNH.double(), atol=1e-6, rtol=0)  # cosine and sine are fp32's

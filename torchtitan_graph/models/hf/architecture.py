@@ -121,23 +121,25 @@ def own_attention(model: Decoder) -> tuple[str, str]:
 
 
 def choose_elementwise(job_config: JobConfig, target: Target, name: str) -> str:
-    """Return `model.elementwise`; where that is "auto", "fused" or "torch".
+    """Return `model.elementwise`; where that is "auto", "fused", "rope" or "torch".
 
     Raises:
-        UserError: it is "fused", and the family `name` computes with transformers' own modules.
+        UserError: it is "fused" or "rope", and the family `name` computes with transformers' own modules.
     """
     chosen = job_config.model.elementwise
-    if chosen == "fused" and name == WRAPPER:
+    if chosen in ("fused", "rope") and name == WRAPPER:
         raise UserError(
-            f"model.elementwise = 'fused': model.name = {WRAPPER!r} computes with transformers' own modules; leave it"
-            " at auto"
+            f"model.elementwise = {chosen!r}: model.name = {WRAPPER!r} computes with transformers' own modules; leave"
+            " it at auto"
         )
     if chosen != "auto":
         return chosen
     if name == WRAPPER:
         chosen, why = "torch", "for transformers' own modules"
+    elif not target.is_gpu and job_config.compile.codegen != "off":
+        chosen, why = "torch", "for Inductor compiles it"
     elif not target.is_gpu:
-        chosen, why = "torch", "on a CPU"
+        chosen, why = "rope", "on a CPU"
     elif {"rope", "swiglu"} <= set(job_config.compile.fusions):
         chosen, why = "torch", "for compile.fusions has both"
     else:

@@ -116,6 +116,18 @@ def _of_text(error: Exception) -> str | None:
             f"the traced function writes in place to a parameter, or another tensor that takes gradients{at}: compute a"
             " new tensor instead"
         )
+    if "Cannot access data pointer" in first:
+        return (
+            f"the traced function takes the address of a tensor{at}, by data_ptr(), DLPack or a kernel called with it,"
+            " and no trace has one: make what needs it one operator, by torch.library.custom_op and register_fake"
+        )
+    if "torch.storage." in first or "Not available for 'meta'" in first:
+        return (
+            f"the traced function reads or writes a tensor's storage{at}, which no trace has: use operators on the "
+            "tensor, or make what needs it one operator, by torch.library.custom_op and register_fake"
+        )
+    if first.startswith("Cannot swap t"):
+        return f"the traced function swaps tensors in place{at}, which a graph would not: swap the names instead"
     if ".numpy() is not supported" in first:
         return (
             f"the traced function makes a NumPy array of a tensor{at}, which holds numbers that no trace has: compute "

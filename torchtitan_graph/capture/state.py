@@ -5,16 +5,17 @@ from __future__ import annotations
 import collections
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from torchtitan_graph.capture.dynamic import place
 from torchtitan_graph.errors import UserError, listed
 from torchtitan_graph.graph.signature import Slot, TensorLayout, layout_of, unflatten_each
-from torchtitan_graph.torch_private.tensors import is_traceable_wrapper_subclass, mark_as_parameter
-from torchtitan_graph.torch_private.tracing import FakeTensor, reparametrize
+from torchtitan_graph.torch_private.tensors import data_assigned, mark_as_parameter
+from torchtitan_graph.torch_private.tracing import FakeTensor, author_stack, reparametrize
 
 
 def local_part(x: Tensor) -> Tensor:
@@ -179,15 +180,20 @@ def _swapped_optimizer(
 def unassigned_data(traced: Mapping[tuple[str, str], Tensor]) -> Iterator[None]:
     """Raise a UserError for `x.data = y`, for which a graph would keep the old values, and for state that is frozen or
     unfrozen inside."""
-    plain = {name: x for (_, name), x in traced.items() if not is_traceable_wrapper_subclass(x)}
-    before = {name: x.untyped_storage() for name, x in plain.items()}
-    took_gradients = {name: (x, x.requires_grad) for (kind, name), x in traced.items() if kind in ("param", "buffer")}
-    yield
-    if assigned := [name for name, x in plain.items() if x.untyped_storage() is not before[name]]:
+    names = {id(x): name for (_, name), x in traced.items()}
+
+    def refuse(x: Tensor) -> NoReturn:
+        what = "compute a new tensor instead, in a torch.autograd.Function if gradients are to pass as if unchanged"
+        if id(x) in names:
+            what = "return the new value from the function and write it back outside"
         raise UserError(
-            f"the traced function assigns the data of {', '.join(assigned)}: a graph would lose it silently; return "
-            "the new value from the function and write it back outside"
+            f"the traced function assigns the data of {names.get(id(x), 'a tensor')}{place(author_stack())}: a graph "
+            f"would keep the old values silently; {what}"
         )
+
+    took_gradients = {name: (x, x.requires_grad) for (kind, name), x in traced.items() if kind in ("param", "buffer")}
+    with data_assigned(refuse):
+        yield
     if changed := [name for name, (x, took) in took_gradients.items() if x.is_leaf and x.requires_grad is not took]:
         raise UserError(
             f"the traced function changes requires_grad of {', '.join(changed)}, which a graph would not do when it is"
@@ -284,12 +290,12 @@ class BoundState:
 def _places(module: nn.Module | None, optimizer: Optimizer | None) -> Iterator[tuple[dict, Any, Any]]:
     """Yield (dict, key, object) for every dictionary entry that is a tensor of the state, or the owner of one."""
     for child in module.modules() if module is not None else ():
-        for place in (child._parameters, child._buffers, child._modules):
-            yield from ((place, key, held) for key, held in place.items() if held is not None)
+        for held_in in (child._parameters, child._buffers, child._modules):
+            yield from ((held_in, key, held) for key, held in held_in.items() if held is not None)
     if optimizer is not None:
         yield from ((vars(optimizer), key, vars(optimizer)[key]) for key in ("state", "param_groups"))
-        for place in (*optimizer.state.values(), *optimizer.param_groups):
-            yield from ((place, key, held) for key, held in place.items() if isinstance(held, Tensor))
+        for held_in in (*optimizer.state.values(), *optimizer.param_groups):
+            yield from ((held_in, key, held) for key, held in held_in.items() if isinstance(held, Tensor))
 
 
 def flatten(slot: Slot, tensor: Any) -> list[Tensor]:

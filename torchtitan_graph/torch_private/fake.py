@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch._functorch.config
 import torch._prims_common
 import torch.utils._pytree as pytree
 from torch import Tensor, ops
@@ -31,11 +32,11 @@ class NeedsSymbols(Exception):
 
 class FakeTensorMode(_FakeTensorMode):
     """torch's fake tensor mode, except that it never writes to a tensor with data, and has the strides of a device's
-    own kernels.
+    own kernels, and refuses a fake tensor's address.
 
     torch computes an operator's result while it traces if all its tensors have data; in place too. And for many
     operators it takes the strides from their decompositions in Python, which order the inputs otherwise than the
-    kernel. Replaced when it does neither.
+    kernel. Replaced when it does neither. The address of a tensor without memory is 0 unless an option of torch is set.
 
     torch looks up fake rules of higher-order operators only for its own class.
 
@@ -46,7 +47,8 @@ class FakeTensorMode(_FakeTensorMode):
     supports_higher_order_operators = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+        with torch._functorch.config.patch(fake_tensor_allow_unsafe_data_ptr_access=False):
+            super().__init__(*args, **kwargs)
         self.live: dict[int, tuple[Tensor, Tensor | None]] = {}
         self.watch: Callable[[Any, Any], None] | None = None
 

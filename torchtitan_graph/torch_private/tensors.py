@@ -1,6 +1,9 @@
 """Tensors, parameters and optimizers: attributes without public names, and operators on many tensors at once."""
 
-from collections.abc import Iterable
+import contextlib
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NoReturn
 
 import torch
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -22,6 +25,29 @@ def mark_as_parameter(tensor: torch.Tensor) -> None:
     """Make `isinstance(tensor, torch.nn.Parameter)` true of a tensor that is not a leaf, as a real parameter must be.
     torch has the mark for subclasses of tensors, and no public name for it."""
     tensor._is_param = True  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def data_assigned(refuse: Callable[[torch.Tensor], NoReturn]) -> Iterator[None]:
+    """Call `refuse(x)` instead of `x.data = y` on this thread. torch calls no mode and no hook of a trace for that
+    assignment, which is no operator."""
+    data: Any = torch._C.TensorBase.data
+    thread = threading.get_ident()
+    before = vars(torch.Tensor).get("data")
+
+    def assign(x: torch.Tensor, value: torch.Tensor) -> None:
+        if threading.get_ident() == thread:
+            refuse(x)
+        data.__set__(x, value)
+
+    torch.Tensor.data = property(data.__get__, assign)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        if before is None:
+            del torch.Tensor.data
+        else:
+            torch.Tensor.data = before
 
 
 def has_gradient_hooks(parameter: torch.Tensor) -> bool:

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 WAIT_S = 300.0
 FIRST_S, EVERY_S = 1.0, 10.0  # between two tries: twice as long after each, at most EVERY_S
-_WAITED = "has_waited"  # marks an error that `retry_io` raised when its time was up: a caller's does not wait again
+_WAITED = "has_waited"  # marks an error that was waited for in vain: a caller does not wait again
 
 FULL = {errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)}  # no space: not retried
 
@@ -82,20 +82,31 @@ def near_path(path: Path) -> str:
     return "" if len(missing) == 1 else f"; there is no {missing[0]} in {there}"
 
 
+class Patience:
+    """Waits for storage, for up to five minutes from the first call of `wait`."""
+
+    def __init__(self) -> None:
+        self._deadline, self._pause = 0.0, FIRST_S
+
+    def wait(self, error: BaseException) -> bool:
+        """Wait a while for what `error` reports, and return True; False if that took too long already."""
+        self._deadline = self._deadline or time.monotonic() + WAIT_S
+        left = self._deadline - time.monotonic()
+        if left <= 0 or any(getattr(each, _WAITED, False) for each in causes(error)):
+            error.__dict__[_WAITED] = True
+            return False
+        logger.warning(f"storage is unavailable; retrying for {left:.0f} s: {type(error).__name__}: {error}")
+        time.sleep(min(self._pause, left))
+        self._pause = min(2 * self._pause, EVERY_S)
+        return True
+
+
 def retry_io(function: Callable[[], T]) -> T:
     """Call a function again while it raises transient errors, for up to five minutes from the first of them."""
-    deadline, pause = 0.0, FIRST_S
+    patience = Patience()
     while True:
         try:
             return function()
         except Exception as error:
-            deadline = deadline or time.monotonic() + WAIT_S
-            left = deadline - time.monotonic()
-            if not is_transient(error) or any(getattr(each, _WAITED, False) for each in causes(error)):
+            if not is_transient(error) or not patience.wait(error):
                 raise
-            if left <= 0:
-                error.__dict__[_WAITED] = True
-                raise
-            logger.warning(f"storage is unavailable; retrying for {left:.0f} s: {type(error).__name__}: {error}")
-            time.sleep(min(pause, left))
-            pause = min(2 * pause, EVERY_S)

@@ -34,7 +34,7 @@ from torchtitan_graph.checkpoint.whole import Held, find_gaps, held_by_all, part
 from torchtitan_graph.config import job
 from torchtitan_graph.errors import FolderLost, UserError
 from torchtitan_graph.log import logger
-from torchtitan_graph.parallel.agree import RanksFailed, files_group, on_all_ranks, on_rank_0
+from torchtitan_graph.parallel.agree import RanksFailed, files_group, on_all_ranks, on_rank_0, retry_together
 from torchtitan_graph.parallel.chunk import Chunk, chunk_of
 
 DUE, FAILED = 1, 2  # a rank's flags, which all ranks gather in every step: see `Checkpointer.flags`
@@ -170,7 +170,7 @@ class Checkpointer:
         path = choose()
         while path is not None:
             try:
-                return self._load(path)
+                return retry_together(partial(self._load, path), self.group)
             except RanksFailed as error:
                 # Another replica group may have saved newer ones, and removed this one.
                 newer = None if on_rank_0(path.exists, self.group) else choose()

@@ -29,7 +29,14 @@ from torchtitan_graph.checkpoint.tensors import save_tensors
 from torchtitan_graph.config import job
 from torchtitan_graph.errors import FolderLost, UserError
 from torchtitan_graph.log import logger
-from torchtitan_graph.parallel.agree import RanksFailed, describe, gather_from_ranks, on_all_ranks, on_rank_0
+from torchtitan_graph.parallel.agree import (
+    RanksFailed,
+    describe,
+    gather_from_ranks,
+    on_all_ranks,
+    on_rank_0,
+    retry_together,
+)
 from torchtitan_graph.parallel.chunk import Chunk, chunk_of
 from torchtitan_graph.patience import find_full_disk
 from torchtitan_graph.small_files import write_text
@@ -126,7 +133,14 @@ class Saver:
     def _write(
         self, path: Path, chunks: dict[str, Chunk], train_state: dict[str, Any], begin: float, last: bool
     ) -> None:
-        """Write a checkpoint. See Note [Atomic save]."""
+        """Write a checkpoint, and copy it to its address."""
+        retry_together(functools.partial(self._write_whole, path, chunks, train_state), self.group)
+        logger.info(f"saved checkpoint {path} in {time.perf_counter() - begin:.1f} s")
+        if self._copies is not None:
+            self._upload(path, self._copies, last)
+
+    def _write_whole(self, path: Path, chunks: dict[str, Chunk], train_state: dict[str, Any]) -> None:
+        """Write a checkpoint. See Note [Atomic save]: it can be begun again after an error at any place."""
         tmp, group = path.with_suffix(self.unfinished), self.group
         with self._removed_if_unfinished(tmp), _as_save_error(path):
             self._on_rank_0(lambda: prepare(tmp))
@@ -140,9 +154,6 @@ class Saver:
             keep_best = self.config.keep_best
             self._on_rank_0(lambda: write_best(path.parent, train_state["train_state"] if keep_best else {}))
             self._on_rank_0(lambda: prune(path, self.config.keep_latest_k, self.config.keep_every, keep_best))
-        logger.info(f"saved checkpoint {path} in {time.perf_counter() - begin:.1f} s")
-        if self._copies is not None:
-            self._upload(path, self._copies, last)
 
     def _on_rank_0(self, change: Callable[[], None]) -> None:
         """Let rank 0 change the folder of checkpoints, if it is still this run's."""

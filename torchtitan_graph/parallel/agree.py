@@ -7,11 +7,13 @@ import datetime
 import functools
 import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from torchtitan_graph.patience import Patience
 from torchtitan_graph.transient import is_transient
 
 T = TypeVar("T")
@@ -113,6 +115,23 @@ def on_all_ranks(function: Callable[[], T], group: dist.ProcessGroup | None = No
 def gather_from_ranks(function: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
     """Run `function` on every rank, and return all results, in rank order, on all ranks; raises like `on_all_ranks`."""
     return _gather(on_all_ranks(function, group), group)
+
+
+def retry_together(function: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+    """Call `function` on every rank again while it raises transient errors, for as long as `retry_io` does.
+
+    Where it raises, it raises on all ranks, errors of which all or none are transient. Rank 0's clock decides.
+    """
+    patience = Patience()
+    while True:
+        try:
+            return function()
+        except Exception as error:
+            if not is_transient(error):
+                raise
+            failure = error  # outlives its clause: no rank waits for another while it handles an error
+        if not on_rank_0(partial(patience.wait, failure), group):
+            raise failure
 
 
 def describe(error: BaseException) -> str:

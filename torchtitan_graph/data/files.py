@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 from torchtitan_graph.data.bad_rows import BadRow
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
-from torchtitan_graph.patience import refuse_unreadable
+from torchtitan_graph.patience import refuse_unreadable, retry_io
 from torchtitan_graph.small_files import ANY_SIZE, open_small
 
 CHECK_S = 1.0  # between two looks at whether a file has changed
@@ -126,37 +126,43 @@ class DataFile:
         return f"{os.path.realpath(self.path)} {self.size} {self._changed_at}"
 
     def read(self) -> bytes:
-        """Return all bytes; raise UserError if it is gone, unreadable, or has changed."""
+        """Return all bytes, after transient errors too; raise UserError if it is gone, unreadable, or has changed."""
+        content = retry_io(self._try_to_read)
+        count_read(len(content))
+        return content
+
+    def _try_to_read(self) -> bytes:
         with refuse_unreadable(self.path):
             try:
-                content = self._read_once(0, self.size)
+                return self._read_once(0, self.size)
             except FileNotFoundError:
                 self.check()
                 raise
-        count_read(len(content))
-        return content
 
     def read_part(self, start: int, count: int) -> bytes:
         """Return up to `count` bytes from `start` on; raises as `read`."""
         count = min(count, self.size - start)
         if count <= 0:
             return b""
+        content = retry_io(functools.partial(self._try_to_read_part, start, count))
+        count_read(len(content))
+        return content
+
+    def _try_to_read_part(self, start: int, count: int) -> bytes:
         with refuse_unreadable(self.path):
             if self._descriptor is None:
                 self.check()
                 self._keep_open()
             if self._descriptor is None:
-                content = self._read_once(start, count)
-            else:
-                try:
-                    content = _part(self._descriptor, start, count)
-                    if len(content) < count or time.monotonic() >= self._check_at:
-                        self._refuse_changed(os.fstat(self._descriptor))
-                        self._check_at = time.monotonic() + CHECK_S
-                except OSError:  # perhaps of a server that has forgotten it: the next try opens it again
-                    self._descriptor = None
-                    raise
-        count_read(len(content))
+                return self._read_once(start, count)
+            try:
+                content = _part(self._descriptor, start, count)
+                if len(content) < count or time.monotonic() >= self._check_at:
+                    self._refuse_changed(os.fstat(self._descriptor))
+                    self._check_at = time.monotonic() + CHECK_S
+            except OSError:  # perhaps of a server that has forgotten it: the next try opens it again
+                self._descriptor = None
+                raise
         return content
 
     def chunks(self) -> Iterator[bytes]:

@@ -1,5 +1,6 @@
 """The same documents come out of every kind of file, and a corrupt one is named with file and line."""
 
+import errno
 import gc
 import gzip
 import itertools
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from torchtitan_graph import patience
 from torchtitan_graph.data import files, sources
 from torchtitan_graph.data.bad_rows import BadRow, BadRows
 from torchtitan_graph.data.files import DataFile
@@ -57,6 +59,23 @@ def write_shards(path: Path) -> None:
 
 def digest_of(file: Path) -> str:
     return digest_files([DataFile(file)], [file.name])
+
+
+@pytest.mark.parametrize("way", ["open", "pread"])
+def test_a_file_server_that_restarts_is_waited_for(way, tmp_path, monkeypatch):
+    (tmp_path / "book.txt").write_bytes(b"0123456789")
+    file = DataFile(tmp_path / "book.txt")
+    left, call = iter(range(3)), getattr(os, way)
+
+    def restarting(*arguments, **options):
+        if next(left, None) is not None:
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return call(*arguments, **options)
+
+    monkeypatch.setattr(patience, "FIRST_S", 0.0)
+    monkeypatch.setattr(os, way, restarting)
+    assert (file.read_part(2, 3), file.read()) == (b"234", b"0123456789")
+    assert next(left, None) is None
 
 
 KINDS = {

@@ -378,7 +378,7 @@ class Training:
         " indexes; not set: torchtitan_graph in $XDG_CACHE_HOME or ~/.cache.",
     )
     cache_gb: float = option(
-        100.0,
+        500.0,
         "The most GB that cache_folder may hold; what was used longest ago is deleted first, and 5 % of the disk stay"
         " free. A file at an address that does not fit is read from there each time, which is slow.",
         minimum=0,

@@ -91,6 +91,8 @@ def _list_files(option: str, address: str) -> Listing:
         try:
             info = fs.info(path)
         except FileNotFoundError as error:
+            if is_transient(error):  # a web server that is away
+                raise
             raise UserError(f"{where}: there is no such file or folder{_near(fs, path)}") from error
         if info["type"] != "directory":
             if info["size"] is None:

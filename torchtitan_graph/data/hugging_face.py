@@ -10,14 +10,16 @@ from typing import Any
 from torchtitan_graph.data.columns import find_column, value_of, without_nulls
 from torchtitan_graph.data.corpus import Corpus, Resume, ShuffledCorpus, in_split, num_lanes, option_of, shuffled
 from torchtitan_graph.data.document import Document
-from torchtitan_graph.data.files import DataFile, Reading
+from torchtitan_graph.data.files import DataFile, Progress, Reading
 from torchtitan_graph.data.forms import RowFormat
+from torchtitan_graph.data.node_cache import Entry, NodeCache
 from torchtitan_graph.data.row_forms import Form
 from torchtitan_graph.data.sources import Chain, Source, digest_files
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.small_files import read_json
 from torchtitan_graph.transient import is_transient
 
+_ROWS_OF_ARROW = 1000  # in a batch; a row is read by its batch's place
 _SHUFFLED_TOGETHER = 256  # documents of a stream; every lane that a process reads has so many in memory
 
 
@@ -27,7 +29,8 @@ class Rows:
     Keys of objects that are null are left out: a table has one schema for all its rows.
     """
 
-    def __init__(self, rows: Any, reading: RowFormat, name: str, digest: str) -> None:
+    def __init__(self, rows: Any, reading: RowFormat, name: str, digest: str, entry: Entry | None = None) -> None:
+        self._entry = entry  # of the cache, as long as it is read
         columns = {key: _columns_inside(feature) for key, feature in rows.features.items()}
         self.form: Form = reading.form(columns, name)
         found = (find_column(columns, column) for column in (*self.form.columns, *self.form.optional))
@@ -124,13 +127,28 @@ def _columns_inside(feature: Any) -> Any:
 
 
 def open_parquet(file: DataFile, reading: RowFormat) -> Source:
-    """Open a Parquet file; `datasets` writes it to its cache as Arrow first, once, for reading in any order."""
+    """Open a Parquet file, which is written to the node's cache as Arrow first, once, for reading in any order."""
     datasets = _import_datasets(file.path)
+    path, entry = reading.cache.make("arrow", file.key, build=partial(_write_arrow, file, reading.cache))
+    return Rows(datasets.Dataset.from_file(str(path)), reading, file.path, digest_files([file], [file.base]), entry)
+
+
+def _write_arrow(file: DataFile, cache: NodeCache, path: Path) -> None:
+    """Write the rows of a Parquet file as a stream of Arrow."""
+    arrow, parquet = (importlib.import_module(name) for name in ("pyarrow", "pyarrow.parquet"))
+    local = file.local()
+    progress = Progress(f"writing {file.path} as Arrow", file.size)
     try:
-        rows = datasets.load_dataset("parquet", data_files=str(file.local()), split="train")
-    except (datasets.exceptions.DatasetGenerationError, ValueError) as error:  # pyarrow's are ValueErrors
-        raise UserError(f"{file.path}: not a Parquet file that can be read: {error.__cause__ or error}") from error
-    return Rows(rows, reading, file.path, digest_files([file], [file.base]))
+        with parquet.ParquetFile(local) as table, arrow.OSFile(str(path), "wb") as sink:
+            num_bytes = file.size / max(1, table.metadata.num_rows)  # of a row
+            with arrow.ipc.new_stream(sink, table.schema_arrow) as writer:
+                for batch in table.iter_batches(batch_size=_ROWS_OF_ARROW):
+                    cache.grow(path, batch.nbytes)
+                    with cache.refuse_unwritable():
+                        writer.write_batch(batch)
+                    progress.add(int(num_bytes * len(batch)))
+    except arrow.ArrowException as error:
+        raise UserError(f"{file.path}: not a Parquet file that can be read: {error}") from error
 
 
 def is_saved_dataset(names: Collection[str]) -> bool:

@@ -5,6 +5,9 @@ it was made from; so what a run reads of a file that was written anew is another
 holds a shared lock on its file `used`, which the system releases however the process ends; an entry that nobody uses is
 deleted, the one used longest ago first, when room is needed. `whole` is in an entry once it was made completely: it is
 written under another name, by one process, while others wait for its lock.
+
+The file `used` of the cache itself says how much all entries use. It is at least that, as bytes are counted before they
+are written; where they don't seem to fit, entries are looked at one by one.
 """
 
 import contextlib
@@ -16,15 +19,17 @@ import shutil
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
 from torchtitan_graph.patience import refuse_unwritable
-from torchtitan_graph.small_files import sync
+from torchtitan_graph.small_files import read_text, sync, write_text
 
 _NAME = re.compile("[0-9a-f]{32}")  # of an entry; nothing else is deleted, whatever is in the folder
+_USED = "used"
 _DELETED = ".deleted"
 _DISK_LEFT = 0.05  # the share of the disk that stays free
 
@@ -48,7 +53,7 @@ class NodeCache:
     limit: bytes of all entries; in any case 5 % of the disk stay free.
     """
 
-    def __init__(self, folder: str | None = None, limit: float = 100e9) -> None:
+    def __init__(self, folder: str | None = None, limit: float = 500e9) -> None:
         self._folder, self._limit = folder, limit
 
     @property
@@ -137,34 +142,61 @@ class NodeCache:
             self._make_room(size, path.parent)
 
     def _make_room(self, size: int, entry: Path) -> None:
-        """Delete entries that are not used until `size` more bytes fit; raise Full, and delete none, if they can't."""
+        """Count `size` more bytes of an entry, and delete entries that are not used until they fit; raise Full, and
+        delete none, if they can't."""
+        used = self._read_used()
+        if used is None or self._room(used) < size:
+            used = self._scan_and_free(size, entry)
+        write_text(self.folder / _USED, f"{used.reserved + size} {used.written}")
+
+    def _room(self, used: "_Used") -> float:
+        disk = os.statvfs(self.folder)
+        of_disk = disk.f_frsize * (disk.f_bavail - _DISK_LEFT * disk.f_blocks) - (used.reserved - used.written)
+        return min(self._limit - used.reserved, of_disk)
+
+    def _read_used(self) -> "_Used | None":
+        try:
+            return _Used(*map(int, read_text(self.folder / _USED, 100).split()))
+        except (OSError, UserError, ValueError, TypeError):  # there is none yet
+            return None
+
+    def _scan_and_free(self, size: int, entry: Path) -> "_Used":
+        """Return what all entries use, after some are deleted, if they must be, so that `size` more bytes fit."""
         for path in self.folder.glob(f"*{_DELETED}"):  # of a process that was killed
             shutil.rmtree(path)
         folders = [path for path in self.folder.iterdir() if _NAME.fullmatch(path.name) and (path / "used").is_file()]
         sizes = {folder: _sizes(folder) for folder in folders}
-        disk = os.statvfs(self.folder)
-        reserved = sum(size - written for size, written in sizes.values())
-        of_disk = disk.f_frsize * (disk.f_bavail - _DISK_LEFT * disk.f_blocks) - reserved
-        room = min(self._limit - sum(size for size, _ in sizes.values()), of_disk)
-        unused: list[tuple[float, Path, int]] = []
+        used = _Used(*map(sum, zip(*sizes.values(), strict=True))) if sizes else _Used(0, 0)
+        unused: list[tuple[float, Path]] = []
         with contextlib.ExitStack() as stack:
-            if room < size:
+            if (room := self._room(used)) < size:
                 for folder in folders:
                     if folder != entry and (locked := _try_lock(folder / "used")) is not None:
                         stack.callback(os.close, locked)
-                        unused.append((os.fstat(locked).st_mtime, folder, sizes[folder][0]))
-            if room + sum(size for *_, size in unused) < size:
+                        unused.append((os.fstat(locked).st_mtime, folder))
+            if room + sum(sizes[folder].reserved for _, folder in unused) < size:
                 raise Full(
                     f"training.cache_gb = {self._limit / 1e9:g}: {size / 1e9:,.3g} GB more don't fit into the cache"
                     f" {self.folder}, which may grow by {max(0, room) / 1e9:,.3g} GB: raise it, make room on that disk,"
                     " or name a folder on another by training.cache_folder"
                 )
-            for _, folder, freed in sorted(unused):
-                if room >= size:
+            for _, folder in sorted(unused):
+                if self._room(used) >= size:
                     break
                 os.rename(folder, doomed := folder.with_suffix(_DELETED))  # at once: no part of an entry is one
                 shutil.rmtree(doomed)
-                room += freed
+                used = _Used(*(a - b for a, b in zip(used, sizes[folder], strict=True)))
+        return used
+
+
+class _Used(NamedTuple):
+    """Bytes of entries: all that they may become as they are, and at least so many that are written.
+
+    See Note [Entries of the cache].
+    """
+
+    reserved: int
+    written: int
 
 
 def _try_lock(file: Path) -> int | None:
@@ -194,14 +226,13 @@ def _locked(file: Path, said: str = "") -> Iterator[None]:
         os.close(descriptor)
 
 
-def _sizes(folder: Path) -> tuple[int, int]:
-    """Return the bytes of an entry's files, and those of them that are written."""
-    size = written = 0
+def _sizes(folder: Path) -> _Used:
+    reserved = written = 0
     for path in folder.rglob("*"):
         with contextlib.suppress(FileNotFoundError):
             found = path.stat()
-            size, written = size + found.st_size, written + min(found.st_size, 512 * found.st_blocks)
-    return size, written
+            reserved, written = reserved + found.st_size, written + min(found.st_size, 512 * found.st_blocks)
+    return _Used(reserved, written)
 
 
 def _remove(path: Path) -> None:

@@ -25,6 +25,7 @@ from torchtitan_graph.data.lines import JSON_SUFFIXES, JsonLines
 from torchtitan_graph.data.mixture import Mixture
 from torchtitan_graph.data.own import OwnSource, is_own
 from torchtitan_graph.data.places import Place, find_place, local_path, same_place
+from torchtitan_graph.data.remote_file import packed_together
 from torchtitan_graph.data.row_forms import Text
 from torchtitan_graph.data.shards import Shards, is_shards
 from torchtitan_graph.data.sources import Chain, Source
@@ -268,7 +269,7 @@ def _open_folder(place: Place, reading: RowFormat) -> Source:
     root, names = place.path, place.names
     known = (*_ROW_SUFFIXES, *TABLE_SUFFIXES, ".parquet")
     texts = [place.open(name) for name in names if PurePath(name.lower()).suffix in TEXT_SUFFIXES]
-    texts = [file for file in texts if file.size]
+    texts = packed_together([file for file in texts if file.size], reading.cache)
     tables = [place.open(name) for name in names if name.lower().endswith(known)]
     if texts:
         reading.refuse_for_text(root, f"holds files of text ({texts[0].name})")

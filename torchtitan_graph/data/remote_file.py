@@ -10,11 +10,12 @@ start goes on.
 import contextlib
 import errno
 import fcntl
+import itertools
 import os
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -29,7 +30,7 @@ from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
 from torchtitan_graph.patience import refuse_unreadable, retry_io
 
-_AT_ONCE = 8  # requests
+_AT_ONCE, _SMALL_AT_ONCE = 8, 32  # requests for blocks, and for small files
 _CHECK_S = 30.0  # between two looks at whether a file that is not kept has changed
 
 
@@ -64,7 +65,7 @@ class RemoteFile(DataFile):
         if count <= 0:
             return b""
         if (blocks := self._open()) is None:
-            content = self._fetch(start, start + count)
+            content = self.fetch(start, start + count)
             if time.monotonic() >= self._check_at:
                 self.check()
                 self._check_at = time.monotonic() + _CHECK_S
@@ -77,14 +78,7 @@ class RemoteFile(DataFile):
         return content
 
     def chunks(self) -> Iterator[bytes]:
-        with ThreadPoolExecutor(_AT_ONCE) as pool:
-            ahead: deque[Future[bytes]] = deque()
-            for start in range(0, self.size, CHUNK):
-                ahead.append(pool.submit(self.read_part, start, CHUNK))
-                if len(ahead) == _AT_ONCE:
-                    yield ahead.popleft().result()
-            while ahead:
-                yield ahead.popleft().result()
+        yield from _ahead([partial(self.read_part, start, CHUNK) for start in range(0, self.size, CHUNK)], _AT_ONCE)
 
     def local(self) -> Path:
         if not self.size:  # an empty file has no block
@@ -137,13 +131,16 @@ class RemoteFile(DataFile):
         with blocks.locked(number):
             if not blocks.is_there(number):
                 start = number * CHUNK
-                content = self._fetch(start, min(start + CHUNK, self.size))
+                content = self.fetch(start, min(start + CHUNK, self.size))
                 self.check()
                 with self._cache.refuse_unwritable():
                     blocks.write(number, content)
         blocks.there[number] = 1
 
-    def _fetch(self, start: int, end: int) -> bytes:
+    def fetch(self, start: int, end: int) -> bytes:
+        """Return the bytes from `start` to before `end` as they are at the address; nothing is kept."""
+        if start == end:
+            return b""
         with refuse_unlisted(self.path):
             return retry_io(partial(self._try_to_fetch, start, end))
 
@@ -163,6 +160,84 @@ class RemoteFile(DataFile):
             self.check()
             raise OSError(errno.EIO, f"{len(content):,} of {end - start:,} bytes came", self.path)
         return content
+
+
+class _Part(DataFile):
+    """A file at an address that is a part of a file in the node's cache."""
+
+    def __init__(self, file: DataFile, packed: DataFile, start: int) -> None:
+        self.path, self.name, self.size, self._packed, self._start = file.path, file.name, file.size, packed, start
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__
+
+    @property
+    def key(self) -> str:
+        return f"{self._packed.key} {self._start}"
+
+    def read(self) -> bytes:
+        return self.read_part(0, self.size)
+
+    def read_part(self, start: int, count: int) -> bytes:
+        return self._packed.read_part(self._start + start, min(count, self.size - start))
+
+    def check(self) -> None:
+        self._packed.check()
+
+
+class _Packed(DataFile):
+    """The contents of many small files at addresses, one after another, in the node's cache."""
+
+    def __init__(self, files: Sequence[RemoteFile], cache: NodeCache) -> None:
+        self._files, self._cache = files, cache
+        super().__init__(self._make())
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_entry": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._make()
+
+    def _make(self) -> Path:
+        self._entry: Entry | None
+        path, self._entry = self._cache.make("packed", *(file.key for file in self._files), build=self._build)
+        return path
+
+    def _build(self, path: Path) -> None:
+        progress = Progress(f"reading {len(self._files):,} files", total := sum(file.size for file in self._files))
+        self._cache.grow(path, total)
+        with path.open("wb") as whole:
+            for content in _ahead([partial(file.fetch, 0, file.size) for file in self._files], _SMALL_AT_ONCE):
+                with self._cache.refuse_unwritable():
+                    whole.write(content)
+                progress.add(len(content))
+
+
+def packed_together(files: Sequence[DataFile], cache: NodeCache) -> list[DataFile]:
+    """Return files that are read as whole ones, as parts of one file in the cache, if they are at addresses and fit."""
+    remote = [file for file in files if isinstance(file, RemoteFile)]
+    if not remote or len(remote) < len(files):
+        return [*files]
+    try:
+        packed = _Packed(remote, cache)
+    except Full as error:
+        logger.warning(f"{len(files):,} files are read again from their addresses each time, which is slow. {error}")
+        return [*files]
+    starts = itertools.accumulate((file.size for file in files), initial=0)
+    return [_Part(file, packed, start) for file, start in zip(files, starts, strict=False)]
+
+
+def _ahead(calls: Iterable[Callable[[], bytes]], number: int) -> Iterator[bytes]:
+    """Yield the results of calls in their order, up to `number` of them at work at a time."""
+    with ThreadPoolExecutor(number) as pool:
+        ahead: deque[Future[bytes]] = deque()
+        for call in calls:
+            ahead.append(pool.submit(call))
+            if len(ahead) == number:
+                yield ahead.popleft().result()
+        while ahead:
+            yield ahead.popleft().result()
 
 
 class _Blocks:

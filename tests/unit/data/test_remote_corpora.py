@@ -10,9 +10,12 @@ import os
 import pickle
 import time
 import uuid
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkProcess as Process
 from pathlib import Path
+from threading import Thread
 
 import fsspec
 import numpy as np
@@ -270,3 +273,47 @@ def test_a_pattern_reads_the_files_that_match(tmp_path):
         assert {source[i] for i in range(len(source))} == {f"{name}.jsonl" for name in names.split()}
     with pytest.raises(UserError, match="matches no file"):
         open_corpus("", str(tmp_path / "*.csv"), "all", 0)
+
+
+def test_small_files_of_a_folder_are_kept_together(tmp_path, store):
+    write_folder(tmp_path / "folder")
+    for path in (tmp_path / "folder").rglob("*.*"):
+        if path.is_file():
+            store.put(str(path.relative_to(tmp_path)), path.read_bytes())
+    here = rows_of(str(tmp_path / "folder"))
+    store.requests = []
+    assert rows_of(f"{store.address}/folder") == here
+    texts = [each for each in store.requests if each.path.endswith(".txt") and each.method == "GET"]
+    assert len(texts) == 60
+    store.requests = []
+    assert rows_of(f"{store.address}/folder") == here
+    assert not [each for each in store.requests if each.method == "GET" and not each.is_list]
+    assert len([*Path(os.environ["XDG_CACHE_HOME"], "torchtitan_graph").glob("*/whole")]) == 1
+
+
+@pytest.fixture
+def website(tmp_path):
+    """A web server that answers requests for a part with the whole file, as Python's does."""
+
+    class Quiet(SimpleHTTPRequestHandler):
+        def log_message(self, *words):
+            pass
+
+    handler = partial(Quiet, directory=str(tmp_path))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = Thread(target=server.serve_forever, args=(0.05,), daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+        thread.join()
+
+
+def test_a_file_of_a_web_server_is_read_and_one_that_knows_no_ranges_is_named(tmp_path, website, monkeypatch):
+    (tmp_path / "lines.jsonl").write_bytes(LINES)
+    assert rows_of(f"{website}/lines.jsonl") == rows_of(str(tmp_path / "lines.jsonl"))
+    monkeypatch.setattr(remote_file, "CHUNK", 1000)
+    (tmp_path / "more.jsonl").write_bytes(LINES)
+    with pytest.raises(UserError, match=r"more\.jsonl: its server answers a request for a part with the whole file"):
+        rows_of(f"{website}/more.jsonl")
+    with pytest.raises(UserError, match="there is no such file or folder"):
+        rows_of(f"{website}/nothing.jsonl")

@@ -143,31 +143,33 @@ def lose_storage() -> None:
 
 
 def short_life() -> None:
-    """Give the lock of the run's folder a life of 0.8 s."""
+    """Give the lock of the run's folder a life of 4 s."""
     folder.HEARTBEAT_S = 0.05
-    folder.Lock = functools.partial(lock.Lock, stale_after_s=0.8)  # type: ignore[assignment, misc]
+    folder.Lock = functools.partial(lock.Lock, stale_after_s=4.0)  # type: ignore[assignment, misc]
 
 
 def lose_folder_in_step_3() -> None:
-    """In the third step, LOSE=taken lets another run take the lock, which has a life of 0.8 s; LOSE=stopped stops this
-    process for longer than that, and LOSE=hung lets the heartbeat wait for ever for its file server."""
-    short_life()
+    """In the third step, LOSE=taken lets another run take the folder's lock; LOSE=stopped stops this process for longer
+    than the lock's life; and LOSE=hung lets the heartbeat wait for ever for its file server."""
+    folder.HEARTBEAT_S = 0.05
 
     def lose(of: trainer.Trainer) -> None:
         if of.step != 2 or of.rank:
             return
         of.checkpointer.wait()
         how, path = os.environ["LOSE"], of.blueprint.dump_folder
+        if how != "taken":
+            of.run._lock._stale_after_s = 0.8  # type: ignore[union-attr]
         if how == "stopped":
             subprocess.Popen(["sh", "-c", f"sleep 1; kill -CONT {os.getpid()}"])
             os.kill(os.getpid(), signal.SIGSTOP)
-        else:
-            if how == "hung":
-                os.utime = lambda *_: time.sleep(1000)  # type: ignore[assignment]
-                time.sleep(1)
-            (path / "run.lock").write_text('{"host": "other"}')
-            (path / "status.json").write_text('{"state": "the other one"}')
-            time.sleep(0.2)
+            return
+        if how == "hung":
+            os.utime = lambda *_: time.sleep(1000)  # type: ignore[assignment]
+            time.sleep(1)
+        (path / "run.lock").write_text('{"host": "other"}')
+        (path / "status.json").write_text('{"state": "the other one"}')
+        time.sleep(0.2)
 
     once_data_is_taken(lose)
 

@@ -6,7 +6,6 @@ import os
 import re
 import threading
 import time
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,6 @@ from torchtitan_graph.errors import FolderLost, UserError
 from torchtitan_graph.log import logger
 from torchtitan_graph.run import folder as folder_module
 from torchtitan_graph.run.folder import RunFolder, check_place
-from torchtitan_graph.run.lock import Lock
 from torchtitan_graph.run.status import FAILED, FINISHED
 
 
@@ -154,8 +152,9 @@ def test_a_run_whose_file_server_hangs_ends_without_its_folder(
     hangs, answers = threading.Event(), threading.Event()
     monkeypatch.setattr(folder_module, "HEARTBEAT_S", 0.01)
     monkeypatch.setattr(folder_module, "HEART_ENDS_S", 0.05)
-    monkeypatch.setattr(folder_module, "Lock", partial(Lock, stale_after_s=0.2))
     run = run_in(tmp_path)
+    assert run._lock is not None
+    run._lock._stale_after_s = 0.2
     monkeypatch.setattr(os, "utime", lambda path: (hangs.set(), answers.wait(60)))
     assert hangs.wait(60)
     while not run.has_lost():

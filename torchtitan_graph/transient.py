@@ -57,7 +57,7 @@ def is_transient(error: BaseException) -> bool:
     for each in errors:
         if (known := getattr(each, "transient", None)) is not None:
             return bool(known)
-    if any(_names(each) & _FINAL or "CERTIFICATE_VERIFY_FAILED" in str(each) for each in errors):
+    if any(_names(each) & _FINAL or "CERTIFICATE_VERIFY_FAILED" in _text(each) for each in errors):
         return False
     for each in errors:
         status, s3_code = _answer(each)
@@ -68,7 +68,7 @@ def is_transient(error: BaseException) -> bool:
 
 def is_lost_peer(error: BaseException) -> bool:
     """Return whether an error, or one that caused it, reports only that another rank ended, or timed out."""
-    return any(_is_of_torch(each) and _LOST_PEER.search(str(each)) for each in causes(error))
+    return any(_is_of_torch(each) and _LOST_PEER.search(_text(each)) for each in causes(error))
 
 
 def _is_of_torch(error: BaseException) -> bool:
@@ -86,6 +86,14 @@ def causes(error: BaseException) -> Iterator[BaseException]:
         seen.append(cause)
         yield cause
         cause = cause.__cause__
+
+
+def _text(error: BaseException) -> str:
+    """Return an error's text; of an error of any library's, whose own code may fail, "" then."""
+    try:
+        return str(error)
+    except Exception:
+        return ""
 
 
 def _names(error: BaseException) -> set[str]:
@@ -116,4 +124,4 @@ def _is_transient_alone(error: BaseException) -> bool:
     if type(error) is ConnectionError or _names(error) & _NAMES:  # not BrokenPipeError: a pipe's reader has ended
         return True
     # Of another rank, or of a library that keeps the text alone.
-    return any(int(number) in TRANSIENT for number in re.findall(r"\[Errno (\d+)\]", str(error)))
+    return any(int(number) in TRANSIENT for number in re.findall(r"\[Errno (\d+)\]", _text(error)))

@@ -97,7 +97,15 @@ WAIT = [
     caused(ConnectionError("Couldn't reach 'a/b' on the Hub"), of_hub(503)),
     caused(UserError("can't be used"), translate_boto_error(of_s3(503, "SlowDown"))),
 ]
+
+
+class Untold(RuntimeError):
+    def __str__(self) -> str:
+        raise AttributeError("of a library's own")
+
+
 TELL = [
+    Untold(),
     OSError(errno.ENOSPC, "No space left on device"),
     FileNotFoundError(errno.ENOENT, "No such file"),
     BrokenPipeError(errno.EPIPE, "Broken pipe"),
@@ -122,7 +130,7 @@ def test_an_error_that_waiting_may_end(error: Exception) -> None:
     assert is_transient(error)
 
 
-@pytest.mark.parametrize("error", TELL, ids=repr)
+@pytest.mark.parametrize("error", TELL, ids=lambda error: type(error).__name__)
 def test_an_error_that_no_waiting_ends(error: Exception) -> None:
     assert not is_transient(error)
 

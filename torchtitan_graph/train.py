@@ -113,18 +113,24 @@ def _main(argv: Sequence[str] | None) -> int:
         stop.restore()
         stop.begin_teardown()
         _leave_group()
-        code = next((code for kind, code in EXIT_CODES.items() if isinstance(error, kind)), FAULT)
-        if is_lost_peer(error):  # whatever became of it: it is nothing that the user, or this rank, can change
-            code = FAULT
-        if isinstance(error, NotTriedAgain):
-            code = error.code
-        if is_transient(error):
-            code = STORAGE_UNAVAILABLE
+        code = exit_code(error)
+        if code == STORAGE_UNAVAILABLE:
             logger.error("storage is unavailable; start the run again once it is back, and it resumes")
         return _end(error, code, folder, run)
     stop.begin_teardown()
     _leave_group()
     return 0
+
+
+def exit_code(error: BaseException) -> int:
+    """Return the exit code of a run that ends with an error."""
+    if isinstance(error, NotTriedAgain):
+        return error.code
+    if is_transient(error):
+        return STORAGE_UNAVAILABLE
+    if is_lost_peer(error):  # whatever became of it: it is nothing that the user, or this rank, can change
+        return FAULT
+    return next((code for kind, code in EXIT_CODES.items() if isinstance(error, kind)), FAULT)
 
 
 def _end_without_folder(error: FolderLost) -> NoReturn:

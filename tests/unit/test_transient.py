@@ -25,6 +25,7 @@ from yarl import URL
 
 from torchtitan_graph.checkpoint import SaveError
 from torchtitan_graph.errors import UserError
+from torchtitan_graph.train import exit_code
 from torchtitan_graph.transient import is_lost_peer, is_transient
 
 
@@ -151,3 +152,20 @@ def test_a_lost_peer_is_one_under_any_error() -> None:
     assert is_lost_peer(caused(UserError("LlamaForCausalLM can't run"), GLOO))
     assert not is_lost_peer(SaveError("could not be copied (ReadTimeoutError: read timed out)"))
     assert not is_lost_peer(RuntimeError("shapes can't be multiplied")) and not is_lost_peer(REFUSED)
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (UserError("model.name = 'x'"), 2),
+        (caused(UserError("LlamaForCausalLM can't run"), GLOO), 1),
+        (caused(SaveError("could not be copied"), GLOO), 1),
+        (SaveError("could not be copied (OSError: quota exceeded)"), 4),
+        (caused(SaveError("could not be copied"), of_s3(503, "SlowDown")), 6),
+        (caused(UserError("checkpoint.remote_folder can't be used"), REFUSED), 6),
+        (RuntimeError("shapes can't be multiplied"), 1),
+    ],
+    ids=lambda value: repr(value)[:40],
+)
+def test_a_run_ends_with_the_code_of_what_caused_its_error(error: Exception, code: int) -> None:
+    assert exit_code(error) == code

@@ -198,10 +198,6 @@ def test_the_harness_finds_what_it_finds_with_its_own_class(folder: Path, monkey
         "metric_list: [{metric: word_perplexity}, {metric: byte_perplexity}, {metric: bits_per_byte}]\n"
         + data.format(folder / "long.jsonl")
     )
-    (tasks / "writing.yaml").write_text(
-        "task: writing\noutput_type: generate_until\ndoc_to_text: '{{question}}'\ndoc_to_target: x\n"
-        "metric_list: [{metric: exact_match}]\n" + data.format(folder / "questions.jsonl")
-    )
     words = [str(folder / "model"), "--include_path", str(tasks), *ROWS, "--json", "--lm_eval"]
     split = ["--parallelism.tensor_parallel_degree", "2"]
     ours = found_by(evaluate(*words, "choice,rolling", *split, ranks=2))["lm_eval"]
@@ -215,8 +211,50 @@ def test_the_harness_finds_what_it_finds_with_its_own_class(folder: Path, monkey
                 assert ours[task][name.removesuffix(",none")] == pytest.approx(value, rel=1e-5), (task, name)
                 compared += 1
     assert compared >= 5
-    code, output = evaluate(*words, "choice,writing")
-    assert code == 2 and "--lm_eval writing: asks the model to generate text" in output, output
+
+
+TEMPLATE = """{% for m in messages %}<{{ m.role }}>{{ m.content }}
+{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"""
+
+
+@pytest.mark.slow
+def test_texts_of_the_harness_are_those_of_its_own_class(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A task whose right answers are what its own class writes, by a chat template and without: all are met; those by
+    a template are not met without it."""
+    pytest.importorskip("lm_eval", reason="the extra `eval` is not installed")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    asked = {"until": [" fox", "\n"], "max_gen_toks": 8}
+    model = HFLM(pretrained=str(folder / "model"), max_length=64, device="cpu", dtype="float32", batch_size=3)
+    model.tokenizer.chat_template = TEMPLATE
+    (folder / "template.jinja").write_text(TEMPLATE)
+    questions = [line["question"] for line in lines(folder / "questions.jsonl")]
+    as_chats = [[{"role": "system", "content": "be brief"}, {"role": "user", "content": text}] for text in questions]
+    tasks = folder / "writing"
+    tasks.mkdir()
+    for name, prompts in (("plain", questions), ("chat", [*map(model.apply_chat_template, as_chats)])):
+        requests = [Instance("generate_until", {}, (prompt, asked), i) for i, prompt in enumerate(prompts)]
+        written = model.generate_until(requests, disable_tqdm=True)
+        rows = [{"question": q, "written": text} for q, text in zip(questions, written, strict=True) if text.strip()]
+        assert len(rows) > 6 and len({row["written"] for row in rows}) > 3
+        (tasks / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        (tasks / f"{name}.yaml").write_text(
+            f"task: {name}\noutput_type: generate_until\ndoc_to_text: '{{{{question}}}}'\n"
+            "doc_to_target: '{{written}}'\ntarget_delimiter: ''\nmetric_list: [{metric: exact_match}]\n"
+            'generation_kwargs: {until: [" fox", "\\n"], max_gen_toks: 8}\n'
+            f"dataset_path: json\ntest_split: test\ndataset_kwargs: {{data_files: {{test: '{tasks / name}.jsonl'}}}}\n"
+        )
+    words = [str(folder / "model"), "--include_path", str(tasks), *ROWS, "--json", "--lm_eval"]
+    chat = ["--apply_chat_template", "--system_instruction", "be brief"]
+    chat += ["--training.chat_template", str(folder / "template.jinja")]
+    assert found_by(evaluate(*words, "plain", ranks=2))["lm_eval"]["plain"]["exact_match"] == 1
+    assert found_by(evaluate(*words, "chat", *chat))["lm_eval"]["chat"]["exact_match"] == 1
+    assert found_by(evaluate(*words, "chat"))["lm_eval"]["chat"]["exact_match"] < 0.5
+    code, output = evaluate(*words, "chat", *chat[:1])
+    assert code == 2 and "--apply_chat_template: the tokenizer has no chat template" in output
 
 
 @pytest.mark.slow

@@ -75,12 +75,15 @@ def _read(path: Path, name: str) -> Run:
 def _read_metrics(file: Path) -> dict[int, dict[str, Any]]:
     """Return the metrics by step: those of a training step, and of validations after it."""
     try:
-        records = read_records(file, dict[str, Any])
+        return _by_step(file)
     except FileNotFoundError:
         return {}
+
+
+def _by_step(file: Path) -> dict[int, dict[str, Any]]:
     steps: dict[int, dict[str, Any]] = {}
     last = 0
-    for line, record in enumerate(records, start=1):
+    for line, record in enumerate(read_records(file), start=1):
         step = record.pop("step", None)
         if type(step) is not int or step < last:
             raise BadFile(f"{file}, line {line}: step = {step!r} is not a number of at least {last}, the step before")

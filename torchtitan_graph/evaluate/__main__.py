@@ -6,6 +6,7 @@ torchrun also those of its layout, such as --parallelism.tensor_parallel_degree 
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -16,6 +17,8 @@ import torch.distributed as dist
 
 from torchtitan_graph.command import command, make_parser, run_command
 from torchtitan_graph.config.load import read_beside
+from torchtitan_graph.data.forms import RowFormat
+from torchtitan_graph.data.tokenizer import load_tokenizer
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.evaluate import harness
 from torchtitan_graph.evaluate.choices import evaluate_choices, read_questions
@@ -38,6 +41,16 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--lm_eval", metavar="TASKS", help="tasks of lm-evaluation-harness, with commas between them")
     parser.add_argument("--include_path", type=Path, metavar="DIR", help="folder of task files of your own")
+    parser.add_argument(
+        "--apply_chat_template", action="store_true", help="of the tasks: ask in the chat template, as lm_eval does"
+    )
+    parser.add_argument("--system_instruction", metavar="TEXT", help="of the tasks: the system prompt, as lm_eval's")
+    parser.add_argument(
+        "--fewshot_as_multiturn",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="of the tasks, with a chat template: examples are turns of the conversation (default), or one text",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     options, words = read_beside(parser, argv)
     questions = {name: read_questions(Path(path)) for name, path in map(_pair, options.choices)}
@@ -49,6 +62,15 @@ def main(argv: Sequence[str]) -> int:
     if has_corpora and not names_a_corpus(source.config) and source.is_hugging_face:
         raise UserError(
             f"{options.model}: say what to evaluate it on: --set NAME=PATH, --choices NAME=FILE or --lm_eval"
+        )
+    chats = harness.Chats(options.apply_chat_template, options.fewshot_as_multiturn, options.system_instruction)
+    if not options.lm_eval and (options.apply_chat_template or options.system_instruction):
+        raise UserError("--apply_chat_template and --system_instruction are of the tasks that --lm_eval names")
+    reading = RowFormat.of(source.config.training, load_tokenizer(source.config.model.hf_assets_path))
+    if options.apply_chat_template and not reading.has_template:
+        raise UserError(
+            "--apply_chat_template: the tokenizer has no chat template; name a file with one in"
+            " --training.chat_template"
         )
     tasks = None
     if options.lm_eval and os.environ.get("RANK", "0") == "0":  # the others score what rank 0 asks for
@@ -62,7 +84,7 @@ def main(argv: Sequence[str]) -> int:
             except UserError as error:
                 raise UserError(name_sets(str(error), options.set)) from error
         if has_requests:
-            results |= _by_requests(evaluated, questions, tasks)
+            results |= _by_requests(evaluated, questions, tasks, chats)
         if dist.get_rank() == 0:
             print(json.dumps(results) if options.json else "\n\n".join(_tables(results)), flush=True)
         meet()
@@ -79,7 +101,9 @@ def _pair(given: str) -> tuple[str, str]:
     return name, path
 
 
-def _by_requests(evaluated: Evaluated, questions: Mapping[str, Any], tasks: Any) -> dict[str, Any]:
+def _by_requests(
+    evaluated: Evaluated, questions: Mapping[str, Any], tasks: Any, chats: harness.Chats
+) -> dict[str, Any]:
     """Return the results that rank 0 computes from scored texts."""
     scorer = Scorer(evaluated)
     if dist.get_rank():
@@ -90,7 +114,7 @@ def _by_requests(evaluated: Evaluated, questions: Mapping[str, Any], tasks: Any)
         if questions:
             found["choices"] = {name: evaluate_choices(scorer, each)._asdict() for name, each in questions.items()}
         if tasks:
-            found["lm_eval"] = harness.evaluate_tasks(scorer, tasks)
+            found["lm_eval"] = harness.evaluate_tasks(scorer, tasks, chats)
     finally:
         scorer.close()
     return found

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torchtitan_graph.config.option import did_you_mean
-from torchtitan_graph.errors import UserError
+from torchtitan_graph.errors import UserError, listed
 from torchtitan_graph.evaluate.requests import Request, Scorer
+from torchtitan_graph.generate.generation import Options
+from torchtitan_graph.generate.sampling import Sampling
 
 _LABELS = ("alias", "name")  # entries of a task's results that are no metrics
 
@@ -19,7 +21,7 @@ def open_tasks(names: str, include_path: Path | None) -> dict[str, Any]:
     """Return the tasks of these names, with commas between them; `include_path` holds more, as YAML files.
 
     Raises:
-        UserError: lm-evaluation-harness is not installed, has no such task, or one asks the model to generate text.
+        UserError: lm-evaluation-harness is not installed, or has no such task.
     """
     if importlib.util.find_spec("lm_eval") is None:
         raise UserError(f"--lm_eval {names}: the package lm-eval is not installed; pip install 'lm-eval>=0.4.13'")
@@ -37,27 +39,37 @@ def open_tasks(names: str, include_path: Path | None) -> dict[str, Any]:
         known = did_you_mean(unknown[0], manager.all_tasks)
         raise UserError(f"--lm_eval {names}: there is no task {unknown[0]}{known}; --include_path DIR adds your own")
     try:
-        tasks = manager.load(wanted)["tasks"]
+        manager.load(wanted)
     except OSError as error:  # datasets' errors of the network, and of files that are not there, are such
         raise UserError(
             f"--lm_eval {names}: its data can't be read: {error}. Fetch it once where there is a network, or name"
             " tasks whose data are local files by --include_path"
         ) from error
-    if writing := sorted(name for name, task in tasks.items() if task.OUTPUT_TYPE == "generate_until"):
-        raise UserError(
-            f"--lm_eval {','.join(writing)}: asks the model to generate text, and only tasks of likelihoods can be "
-            "evaluated; export the model by python -m torchtitan_graph.convert_to_hf, and run lm_eval --model hf on"
-            " that folder"
-        )
     return {"names": wanted, "manager": manager}
 
 
-def evaluate_tasks(scorer: Scorer, tasks: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the metrics of each task by name; called by rank 0 alone."""
+class Chats(NamedTuple):
+    """How texts become chats, as the harness' options of the same names do it."""
+
+    apply_chat_template: bool = False
+    fewshot_as_multiturn: bool = True
+    system_instruction: str | None = None
+
+
+def evaluate_tasks(scorer: Scorer, tasks: dict[str, Any], chats: Chats) -> dict[str, dict[str, Any]]:
+    """Return the metrics of each task by name; called by rank 0 alone.
+
+    Raises:
+        UserError: a template is to be applied and there is none, or a task generates text in a way that is not ours.
+    """
     from lm_eval import simple_evaluate
 
     found = simple_evaluate(
-        model=model_class()(scorer), tasks=tasks["names"], task_manager=tasks["manager"], log_samples=False
+        model=model_class()(scorer),
+        tasks=tasks["names"],
+        task_manager=tasks["manager"],
+        log_samples=False,
+        **chats._asdict(),
     )
     assert found is not None, "this is rank 0"
     return {
@@ -128,6 +140,56 @@ def model_class() -> type:
             return totals
 
         def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-            raise NotImplementedError("`open_tasks` refuses such tasks")
+            together: dict[Options, list[int]] = {}
+            prompts: list[list[int]] = []
+            for number, (context, asked) in enumerate(request.args for request in requests):
+                options = _options(asked, self._scorer.ends())
+                if (room := self.max_length - options.max_new_tokens) < 1:
+                    raise UserError(
+                        f"validation.seq_len = {self.max_length}: a task asks for {options.max_new_tokens:,} new tokens"
+                        " and a prompt before them; make rows longer"
+                    )
+                prompts.append(self.tok_encode(context)[-room:])
+                together.setdefault(options, []).append(number)
+            texts: dict[int, str] = {}
+            for options, numbers in together.items():
+                found = self._scorer.write([prompts[number] for number in numbers], options)
+                texts |= zip(numbers, found, strict=True)
+            return [texts[number] for number in range(len(requests))]
+
+        @property
+        def tokenizer_name(self) -> str:
+            return str(self._scorer.reading.tokenizer)
+
+        def chat_template(self, chat_template: bool | str = False) -> str | None:
+            return self._scorer.reading.template.templates["default"] if chat_template else None
+
+        def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+            """Return a conversation's text, which asks for the next answer, or ends within the last one."""
+            last = [] if add_generation_prompt else [chat_history[-1]["content"]]
+            messages = chat_history if add_generation_prompt else chat_history[:-1]
+            return "".join([self._scorer.reading.template.render(messages, prompt=True)[0], *last])
 
     return ScoredLM
+
+
+def _options(asked: Mapping[str, Any], ends: frozenset[int]) -> Options:
+    """Return the options of generation that a task's generation_kwargs mean, with the harness' own defaults.
+
+    Raises:
+        UserError: one is of a way to generate that is not ours.
+    """
+    from lm_eval.models.utils import normalize_gen_kwargs
+
+    found = dict(normalize_gen_kwargs(dict(asked)))
+    is_drawn, stops = found.pop("do_sample"), found.pop("until")
+    sampling = Sampling(
+        found.pop("temperature", 1.0) if is_drawn else 0.0, found.pop("top_k", 0) or 0, found.pop("top_p", 1.0) or 1.0
+    )
+    number = found.pop("max_gen_toks")
+    if others := sorted(found):
+        raise UserError(
+            f"--lm_eval: a task's generation_kwargs have {listed(others)}; texts are generated by until, max_gen_toks,"
+            " do_sample, temperature, top_k and top_p. Export the model, and run lm_eval --model hf on it"
+        )
+    return Options(sampling, number, ends, tuple(stop for stop in stops if stop))

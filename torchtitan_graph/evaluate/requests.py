@@ -1,4 +1,4 @@
-"""Scoring of single texts: how likely a model finds the last tokens of each."""
+"""What an evaluation asks a model on all its ranks: scores of the last tokens of texts, and continuations of texts."""
 
 from __future__ import annotations
 
@@ -10,9 +10,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_graph.data.batch import IGNORE_INDEX, PADDING, Batch
+from torchtitan_graph.data.forms import RowFormat
 from torchtitan_graph.data.tokenizer import Tokenizer, load_tokenizer
+from torchtitan_graph.data.turn_ends import ends_of_texts
+from torchtitan_graph.data.whole_lane import best_fit
 from torchtitan_graph.evaluate.model import Evaluated
+from torchtitan_graph.generate.generation import Options, generate
+from torchtitan_graph.generate.samples import gathered
+from torchtitan_graph.generate.texts import Text
 from torchtitan_graph.parallel.agree import files_group, gather_from_ranks
+from torchtitan_graph.parallel.layout import TP
 
 
 class Request(NamedTuple):
@@ -29,12 +36,21 @@ class Score(NamedTuple):
     is_greedy: bool
 
 
+class Writing(NamedTuple):
+    """Prompts to continue together in batches, by the same options."""
+
+    prompts: list[list[int]]
+    options: Options
+
+
 class Scorer:
-    """Scores requests on all ranks; rank 0 has them, and the others `follow` it."""
+    """Scores requests and continues prompts on all ranks; rank 0 has them, and the others `follow` it."""
 
     def __init__(self, evaluated: Evaluated) -> None:
         blueprint, self._scoring = evaluated.blueprint, evaluated.scoring
+        self._blueprint = blueprint
         config, dims = blueprint.config, blueprint.dims
+        self.reading = RowFormat.of(config.training, blueprint.tokenizer)
         self.tokenizer: Tokenizer = blueprint.tokenizer
         self.longest = config.validation.seq_len  # tokens of a row
         self._alone = config.training.one_document_per_row
@@ -46,6 +62,10 @@ class Scorer:
         self._device = blueprint.target.device
         self._assets = config.model.hf_assets_path
 
+    def ends(self) -> frozenset[int]:
+        """Return the ids of the tokens that end a text; raises UserError like `ends_of_texts`."""
+        return frozenset(ends_of_texts(self.reading, [self._blueprint.assets]))
+
     def tokenizer_of_prompts(self) -> Tokenizer:
         """Return the tokenizer that reads special tokens in text."""
         return load_tokenizer(self._assets, special_tokens_in_text=True)
@@ -55,19 +75,43 @@ class Scorer:
         dist.broadcast_object_list([list(requests)], src=0, group=files_group())
         return self._score(requests)
 
+    def write(self, prompts: Sequence[list[int]], options: Options) -> list[str]:
+        """Return the continuations of prompts in their order; called by rank 0 alone."""
+        writing = Writing([*prompts], options)
+        dist.broadcast_object_list([writing], src=0, group=files_group())
+        return self._write(writing)
+
     def follow(self) -> None:
-        """Score what rank 0 scores, until it closes; called by the other ranks."""
-        while (requests := self._receive()) is not None:
-            self._score(requests)
+        """Do what rank 0 does, until it closes; called by the other ranks."""
+        while (asked := self._receive()) is not None:
+            if isinstance(asked, Writing):
+                self._write(asked)
+            else:
+                self._score(asked)
 
     def close(self) -> None:
         """Let the other ranks return; called by rank 0."""
         dist.broadcast_object_list([None], src=0, group=files_group())
 
-    def _receive(self) -> list[Request] | None:
-        received: list[list[Request] | None] = [None]
+    def _receive(self) -> list[Request] | Writing | None:
+        received: list[list[Request] | Writing | None] = [None]
         dist.broadcast_object_list(received, src=0, group=files_group())
         return received[0]
+
+    def _write(self, writing: Writing) -> list[str]:
+        model, step = self._blueprint.model, self._blueprint.options
+        options = writing.options.in_parts(self._scoring.layout.degree(TP))
+        size = self._rows if model.mixes_documents is None else 1
+        order = sorted(range(len(writing.prompts)), key=lambda number: len(writing.prompts[number]))
+        texts: dict[int, str] = {}
+        with gathered(model, step.precision.compute, self._device, step.mode == "eager"):
+            for batch in (order[i : i + size] for i in range(0, len(order), size)):
+                found: list[tuple[Text, str]] = []
+                prompts = [writing.prompts[number] for number in batch]
+                for found in generate(model, self.tokenizer, prompts, options, self._device):  # noqa: B007  (the last)
+                    pass
+                texts |= {number: text.text for number, (text, _) in zip(batch, found, strict=True)}
+        return [texts[number] for number in range(len(order))]
 
     def _score(self, requests: Sequence[Request]) -> list[Score]:
         packed = pack([len(request.tokens) - 1 for request in requests], self.longest, self._alone)
@@ -85,20 +129,9 @@ class Scorer:
 
 
 def pack(lengths: Sequence[int], longest: int, alone: bool = False) -> list[list[int]]:
-    """Return rows of at most `longest` tokens as lists of the documents' numbers: the longest document first, each in
-    the first row that has room for it; with `alone` each has its own."""
-    rows: list[list[int]] = []
-    room: list[int] = []
-    for number in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        assert 0 < lengths[number] <= longest, "requests are cut to the length of a row"
-        place = next((i for i, left in enumerate(room) if left >= lengths[number]), None) if not alone else None
-        if place is None:
-            place = len(rows)
-            rows.append([])
-            room.append(longest)
-        rows[place].append(number)
-        room[place] -= lengths[number]
-    return rows
+    """Return rows of at most `longest` tokens as lists of the documents' numbers; with `alone` each has its own."""
+    assert all(0 < length <= longest for length in lengths), "requests are cut to the length of a row"
+    return [[number] for number in range(len(lengths))] if alone else best_fit([*lengths], longest, len(lengths))
 
 
 def _batch(rows: Sequence[Sequence[Request]], num_rows: int, length: int, tokenizer: Tokenizer) -> Batch:

@@ -7,7 +7,7 @@ import itertools
 import math
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeGuard
 from urllib.parse import quote
@@ -37,7 +37,7 @@ def run_data(folder: Path, page: Path) -> dict[str, Any]:
     Args:
         page: where the page is written: links to the run's files lead from there.
     """
-    curves = _curves(_or_nothing(folder / "metrics.jsonl", lambda path: read_records(path, dict[str, Any]), []))
+    curves = _or_nothing(folder / "metrics.jsonl", lambda path: _curves(read_records(path)), {})
     status = _or_nothing(folder / "status.json", lambda path: read_json(path, dict[str, Any]), {})
     facts = [[words, _brief(status[key])] for key, words in _STATUS.items() if status.get(key) not in (None, "")]
     if isinstance(times := status.get("times"), dict):
@@ -64,7 +64,7 @@ def _brief(value: object) -> str:
     return text if len(text) <= MAX_WORDS else text[:MAX_WORDS] + "..."
 
 
-def _curves(records: list[dict[str, Any]]) -> dict[str, list[tuple[float, float]]]:
+def _curves(records: Iterable[dict[str, Any]]) -> dict[str, list[tuple[float, float]]]:
     """Return the numeric metrics by name, as [step, value]; those of long runs are thinned out, the last is kept."""
     found: dict[str, list[tuple[float, float]]] = {}
     for record in records:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 
 import torch
 
@@ -49,20 +49,24 @@ class Samples:
             is_eager: the model gathers its parameters itself.
             is_to_stop: called after each token, on all ranks together; if it returns true, the result is None.
         """
-        model = self._model
-        with nullcontext() if is_eager else gathered_for_forward(model, model.blocks, dtype, device):
-            texts = self._write(self._options.in_parts(layout.degree(TP)), device, is_to_stop)
-        if is_eager:
-            reshard_eager(model)
+        size = len(self._tokens) if self._model.mixes_documents is None else 1
+        batches = [self._tokens[i : i + size] for i in range(0, len(self._tokens), size)]
+        texts: list[str] = []
+        with gathered(self._model, dtype, device, is_eager):
+            for batch in batches:
+                found: list[tuple[Text, str]] = []
+                options = self._options.in_parts(layout.degree(TP))
+                for found in generate(self._model, self._tokenizer, batch, options, device):  # noqa: B007  (the last)
+                    if is_to_stop():
+                        return None
+                texts += [text.text for text, _ in found]
         return texts
 
-    def _write(self, options: Options, device: torch.device, is_to_stop: Callable[[], bool]) -> list[str] | None:
-        batches = [self._tokens] if self._model.mixes_documents is None else [[tokens] for tokens in self._tokens]
-        texts: list[str] = []
-        for batch in batches:
-            found: list[tuple[Text, str]] = []
-            for found in generate(self._model, self._tokenizer, batch, options, device):  # noqa: B007  (the last)
-                if is_to_stop():
-                    return None
-            texts += [text.text for text, _ in found]
-        return texts
+
+@contextmanager
+def gathered(model: Decoder, dtype: torch.dtype, device: torch.device, is_eager: bool) -> Iterator[None]:
+    """Let a sharded model run forward passes as it is, on all ranks together; see `Samples.write` for the arguments."""
+    with nullcontext() if is_eager else gathered_for_forward(model, model.blocks, dtype, device):
+        yield
+    if is_eager:
+        reshard_eager(model)

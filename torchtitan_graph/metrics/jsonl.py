@@ -1,20 +1,23 @@
 """metrics.jsonl: a JSON object per line, each with the step it belongs to."""
 
+import itertools
 import json
+import math
 import os
 import shutil
+import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, TypedDict, TypeVar
+from typing import Any, BinaryIO, TypedDict
 
 from torchtitan_graph.log import logger
 from torchtitan_graph.patience import refuse_unwritable
-from torchtitan_graph.small_files import ANY_SIZE, BadFile, check_values, open_small, parse_json, read_small
-
-T = TypeVar("T")
+from torchtitan_graph.small_files import ANY_SIZE, BadFile, check_type, open_small, parse_json
 
 BLOCK = 2**20
+_NUMBERS = ("nan", "inf", "-inf")
 MAX_LINE, MAX_MOVED = 2**24, 2**30  # bytes
-MAX_BYTES, MAX_VALUES = 2**28, 10_000_000  # of a file to be read: some 300,000 records, and less than a GiB
+NOT_FINITE = "not_finite"  # the key of a record's numbers that JSON has no word for, as text, by their places
 
 
 class Line(TypedDict):
@@ -24,8 +27,11 @@ class Line(TypedDict):
 
 
 def append(path: Path, record: dict[str, Any]) -> None:
-    """Append one line, floats with all their digits; if it can't be written whole, nothing is added."""
-    line = (json.dumps(record) + "\n").encode()
+    """Append one line, floats with all their digits; if it can't be written whole, nothing is added. A number that is
+    not finite becomes null, and the record has its text under NOT_FINITE."""
+    note: dict[str, str] = {}
+    record = _as_json(record, "", note)
+    line = (json.dumps(record | {NOT_FINITE: note} if note else record, allow_nan=False) + "\n").encode()
     with open(path, "ab", buffering=0, opener=_open_at_once) as file:
         size = file.tell()
         try:
@@ -34,6 +40,18 @@ def append(path: Path, record: dict[str, Any]) -> None:
         except OSError:
             file.truncate(size)
             raise
+
+
+def _as_json(value: Any, place: str, note: dict[str, str]) -> Any:
+    """Return a value with None for each float that is not finite, and write these into `note`, by their places."""
+    if isinstance(value, float) and not math.isfinite(value):
+        note[place] = str(value)
+        return None
+    if isinstance(value, dict):
+        return {key: _as_json(x, f"{place}.{key}" if place else key, note) for key, x in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_as_json(x, f"{place}[{number}]", note) for number, x in enumerate(value)]
+    return value
 
 
 def _open_at_once(path: str, flags: int) -> int:
@@ -56,15 +74,23 @@ def begin(path: Path, start_step: int) -> None:
                 _move(file, path, end, size)
 
 
-def read_records(path: Path, schema: type[T]) -> list[T]:
-    """Return a metrics file's records; a last line without its end is left out: it is torn or being written.
+def read_records(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield a metrics file's records, with the numbers that are not finite in their places; a last line without its end
+    is left out: it is torn or being written. The file may be of any size: it is read line by line.
 
-    Raises BadFile with the line if one is not a record of that type, such as `dict[str, Any]`; OSError as `open`.
+    Raises BadFile with the line if one is not a record; OSError as `open`.
     """
-    content = read_small(path, MAX_BYTES)
-    check_values(content, path, MAX_VALUES)
-    *lines, _ = content.split(b"\n")
-    return [parse_json(line, schema, f"{path}, line {number}") for number, line in enumerate(lines, start=1)]
+    with open_small(path, ANY_SIZE) as file:
+        for number in itertools.count(1):
+            line, where = file.readline(MAX_LINE + 1), f"{path}, line {number}"
+            if len(line) > MAX_LINE:
+                raise BadFile(f"{where}: has more than {MAX_LINE:,} bytes")
+            if not line.endswith(b"\n"):
+                return
+            # Millions of records have the same names.
+            record = {sys.intern(key): x for key, x in parse_json(line, dict[str, Any], where).items()}
+            note = check_type(record.pop(NOT_FINITE, {}), dict[str, str], where)
+            yield record | {key: float(text) for key, text in note.items() if key in record and text in _NUMBERS}
 
 
 def _move(file: BinaryIO, path: Path, end: int, size: int) -> None:

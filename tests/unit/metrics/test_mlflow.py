@@ -84,7 +84,7 @@ def test_packages_that_are_not_there_are_told_before_work_starts(
     check_mlflow(False, tmp_path)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.setitem(sys.modules, "mlflow", None)
-    with pytest.raises(UserError, match=r"metrics.enable_mlflow = true: not installed: mlflow.*; pip install 'torch"):
+    with pytest.raises(UserError, match=r"metrics.enable_mlflow = true: not installed: mlflow.*; pip install mlflow"):
         check_mlflow(True, tmp_path)
 
 

@@ -164,7 +164,7 @@ def test_transformers_is_found_to_be_missing(monkeypatch: pytest.MonkeyPatch) ->
         raise ModuleNotFoundError("No module named 'transformers'", name="transformers")
 
     monkeypatch.setattr(importlib, "import_module", missing)
-    with pytest.raises(UserError, match=r"model.name = 'transformers': .*pip install 'torchtitan_graph\[hf\]'"):
+    with pytest.raises(UserError, match=r"model.name = 'transformers': .*pip install 'transformers>=5.23'"):
         spec.load_family("transformers")
 
 

@@ -16,6 +16,7 @@ from torchtitan_graph.data.node_cache import Entry, NodeCache
 from torchtitan_graph.data.row_forms import Form
 from torchtitan_graph.data.sources import Chain, Source, digest_files
 from torchtitan_graph.errors import UserError
+from torchtitan_graph.patience import retry_io
 from torchtitan_graph.small_files import read_json
 from torchtitan_graph.transient import is_transient
 
@@ -79,22 +80,44 @@ class StreamedCorpus:
         return self.form.is_whole
 
     def documents(self, lane: int, epoch: int, start: int) -> Iterator[tuple[int, Document]]:
-        resume, known = self.resume(lane, start), self._resumes[lane]
-        stream, first = self._stream.shard(self.num_lanes, lane), 0
-        if resume is not None:
-            stream.load_state_dict(resume.state)
-            first = resume.document
-        # Not `for row in stream`: in a worker process that would yield another shard for each worker.
-        for block in stream.iter(batch_size=_SHUFFLED_TOGETHER):
+        for first, block in self._blocks(lane, start):
             rows = [dict(zip(block, map(without_nulls, row), strict=True)) for row in zip(*block.values(), strict=True)]
-            known[first + len(rows)] = Resume(first + len(rows), self._release, stream.state_dict())
             for place in range(max(0, start - first), len(rows)):
                 row = rows[shuffled(place, len(rows), (self._seed, epoch))]
                 # The place in the stream would identify documents too, but the content keeps copies in one split.
                 if in_split(self._split, self._identity(row)):
                     Reading.documents += 1
                     yield first + place, self._bad_rows.read(partial(self._read, row), place)
-            first += len(rows)
+
+    def _blocks(self, lane: int, start: int) -> Iterator[tuple[int, dict[str, list[Any]]]]:
+        """Yield a lane's blocks, each with the number of its first document, from the last one known before `start` on.
+
+        A stream that fails for a while is begun again at the block that it failed to read.
+        """
+        resume, known = self.resume(lane, start), self._resumes[lane]
+        first, state = (0, None) if resume is None else (resume.document, resume.state)
+        stream: Any = None
+        blocks: Any = None
+
+        def next_block() -> dict[str, list[Any]] | None:
+            nonlocal stream, blocks
+            if blocks is None:
+                stream = self._stream.shard(self.num_lanes, lane)
+                if state is not None:
+                    stream.load_state_dict(state)
+                # Not `iter(stream)`: in a worker process that would yield another shard for each worker.
+                blocks = stream.iter(batch_size=_SHUFFLED_TOGETHER)
+            try:
+                return next(blocks, None)
+            except BaseException:
+                blocks = None  # what raised has ended
+                raise
+
+        while (block := retry_io(next_block)) is not None:
+            begin, first = first, first + len(next(iter(block.values())))
+            state = stream.state_dict()
+            known[first] = Resume(first, self._release, state)
+            yield begin, block
 
     def resume(self, lane: int, document: int) -> Resume | None:
         """Return the nearest place before a document from which a lane can be read; those before it are forgotten."""

@@ -1,9 +1,11 @@
 """Streams and saved datasets: own splits are kept to, worker processes change nothing, no network is an error."""
 
+import itertools
 import json
 
 import pytest
 
+from torchtitan_graph import patience
 from torchtitan_graph.data import DataLoader, merge_states
 from torchtitan_graph.data.forms import RowFormat
 from torchtitan_graph.data.hugging_face import StreamedCorpus, open_hub
@@ -46,6 +48,24 @@ def test_a_stream_starts_anywhere(stream, start):
     corpus = StreamedCorpus(stream, RowFormat(), "test", "train", seed=0)
     whole = list(corpus.documents(0, 1, 0))
     assert list(corpus.documents(0, 1, start)) == [item for item in whole if item[0] >= start]
+
+
+@pytest.mark.parametrize("start", [0, 400])
+def test_a_stream_that_fails_for_a_while_goes_on_where_it_was(start, stream, monkeypatch):
+    whole = list(StreamedCorpus(stream, RowFormat(), "test", "train", seed=0).documents(0, 1, start))
+    read, calls = datasets.IterableDataset.iter, itertools.count()
+
+    def failing(self, batch_size):
+        for block in read(self, batch_size):
+            if next(calls) % 2:
+                raise ConnectionError("Server Disconnected")
+            yield block
+
+    monkeypatch.setattr(patience, "FIRST_S", 0.0)
+    corpus = StreamedCorpus(stream, RowFormat(), "test", "train", seed=0)
+    monkeypatch.setattr(datasets.IterableDataset, "iter", failing)
+    assert list(corpus.documents(0, 1, start)) == whole
+    assert next(calls) > 3
 
 
 def test_splits_of_a_stream_share_no_document(stream):

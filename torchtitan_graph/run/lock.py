@@ -32,6 +32,7 @@ from torchtitan_graph.small_files import BadFile, open_small, parse_json, read_s
 NAME = "run.lock"
 STALE_AFTER_S = 180.0  # a file server that restarts may be away for two minutes
 LOOK_EVERY_S, SEEN_WITHIN_S = 1.0, 30.0  # of watching another's lock; for its heartbeat, which comes every ten
+QUIET_S = 3.0  # of watching, until that is logged
 LEFT_AFTER_S = 86_400.0  # of temporary files
 
 
@@ -184,11 +185,15 @@ class Lock:
             said = f"its holder is unknown ({str(error) if seen.content else f'{self.path}: is empty'})"
         why = None if holder is None else _why_gone(holder, self.me)
         if why is None:
-            logger.info(
-                f"{option}: {said}; this one watches for up to {self._stale_after_s:.0f} s whether that lives. If"
-                f" nothing runs there, delete {self.path} to go on at once"
-            )
-            if (now := _changed(self.path, seen, self._stale_after_s, self._wait)) is not None:
+            quiet_s = min(QUIET_S, self._stale_after_s)
+            now = _changed(self.path, seen, quiet_s, self._wait)
+            if now is None:
+                logger.info(
+                    f"{option}: {said}; this one watches for up to {self._stale_after_s:.0f} s whether that lives. If"
+                    f" nothing runs there, delete {self.path} to go on at once"
+                )
+                now = _changed(self.path, seen, self._stale_after_s - quiet_s, self._wait)
+            if now is not None:
                 if now.content != seen.content:
                     return
                 raise FolderHeld(f"{option}: {said}; stop that run, or name another folder")

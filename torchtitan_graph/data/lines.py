@@ -1,6 +1,7 @@
 """Documents by number, from JSON lines."""
 
 import codecs
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ from torchtitan_graph.data.bad_rows import BadRow
 from torchtitan_graph.data.document import Document
 from torchtitan_graph.data.files import DataFile, Progress, decode, first_lines, refuse_packed
 from torchtitan_graph.data.forms import RowFormat, form_of
+from torchtitan_graph.data.node_cache import Arrays
 from torchtitan_graph.data.row_forms import Form
 from torchtitan_graph.data.sources import digest_files, is_small
 from torchtitan_graph.data.unpack import UnpackedFile, is_packed, unpacked_name
@@ -37,7 +39,8 @@ class JsonLines:
         if self._data is file:
             refuse_packed(file, JSON_SUFFIXES)
         self._refuse_table(first_lines(self._data))
-        self._line_starts, self._documents = self._index()
+        cache = None if is_small(self._data.size) else reading.cache
+        self._index = Arrays(cache, "lines", self._data.key, build=partial(_index_lines, self._data))
         file.check()
         self._refuse_array()
         self.form: Form = form_of(reading, lambda index: self._row(index)[0], len(self), self._file)
@@ -67,6 +70,15 @@ class JsonLines:
         of_first, of_last = (self._data.read_part(max(0, end - 64), min(64, end)).rstrip()[-1:] for end in ends)
         if begin.lstrip().startswith(b"[") and of_last == b"]" and (len(self) == 1 or of_first != b"]"):
             raise UserError(f"{self._file}: is one JSON array. {_ONE_PER_LINE}")
+
+    @property
+    def _line_starts(self) -> np.ndarray:
+        return self._index.arrays[0]
+
+    @property
+    def _documents(self) -> np.ndarray:
+        """The numbers of the lines that are not blank."""
+        return self._index.arrays[1]
 
     def __len__(self) -> int:
         return len(self._documents)
@@ -102,17 +114,6 @@ class JsonLines:
 
     def identity(self, index: int) -> str:
         return f"{self._name}:{index}"
-
-    def _index(self) -> list[np.ndarray]:
-        """Return where lines begin, and which are not blank. See `_index_lines`."""
-
-        def build() -> list[np.ndarray]:
-            return _index_lines(self._data)
-
-        if is_small(self._data.size):
-            return build()
-        arrays, self._entry = self._reading.cache.arrays("lines", self._data.key, build=build)
-        return arrays
 
 
 def _index_lines(file: DataFile) -> list[np.ndarray]:

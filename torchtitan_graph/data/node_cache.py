@@ -19,14 +19,15 @@ import shutil
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
-from torchtitan_graph.patience import refuse_unwritable
+from torchtitan_graph.patience import why_unwritable
 from torchtitan_graph.small_files import read_text, sync, write_text
+from torchtitan_graph.transient import is_transient
 
 _NAME = re.compile("[0-9a-f]{32}")  # of an entry; nothing else is deleted, whatever is in the folder
 _USED = "used"
@@ -36,6 +37,10 @@ _DISK_LEFT = 0.05  # the share of the disk that stays free
 
 class Full(UserError):
     """Error: something does not fit into the cache."""
+
+
+class Unwritable(UserError):
+    """Error: the cache can't be written."""
 
 
 class Entry:
@@ -105,36 +110,16 @@ class NodeCache:
                         raise
         return whole
 
-    def arrays(self, *key: str, build: Callable[[], list[np.ndarray]]) -> tuple[list[np.ndarray], Entry | None]:
-        """Return what `build` computes, mapped from files; it is called once on a node, and again once it is deleted.
-
-        Where the cache can't be written, it is computed and not kept.
-        """
-
+    @contextlib.contextmanager
+    def refuse_unwritable(self) -> Iterator[None]:
+        """Raise Unwritable, with the option to change, for an OSError in writing; transient ones pass through."""
         try:
-            entry = self.open(*key)
-        except UserError as error:
-            logger.warning(f"an index is not kept, and made again at each start: {error}")
-            return build(), None
-        built: list[np.ndarray] = []
-
-        def write(part: Path) -> None:
-            built.extend(build())
-            self.grow(part, sum(array.nbytes for array in built))
-            with self.refuse_unwritable():
-                part.mkdir()
-                for number, array in enumerate(built):
-                    np.save(part / f"{number}.npy", array, allow_pickle=False)
-
-        try:
-            whole = self._make(entry, write)
-        except Full:
-            return built, None
-        return [_map(whole / f"{number}.npy") for number in range(len([*whole.iterdir()]))], entry
-
-    def refuse_unwritable(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context that raises UserError, with the option to change, where the cache can't be written."""
-        return refuse_unwritable(f"training.cache_folder = {str(self.folder)!r}", self.folder)
+            yield
+        except OSError as error:
+            if is_transient(error):
+                raise
+            why = why_unwritable(self.folder, error)
+            raise Unwritable(f"training.cache_folder = {str(self.folder)!r} can't be written: {why}") from error
 
     def grow(self, path: Path, size: int) -> None:
         """Make room for `size` more bytes of an entry, of which `path` is a part; raise Full if there is none."""
@@ -187,6 +172,49 @@ class NodeCache:
                 shutil.rmtree(doomed)
                 used = _Used(*(a - b for a, b in zip(used, sizes[folder], strict=True)))
         return used
+
+
+class Arrays:
+    """Arrays that one process of a node computes, and all map from the cache, also where an instance is pickled.
+
+    Where the cache can't be written, or has no room, they are computed and not kept.
+    """
+
+    def __init__(self, cache: NodeCache | None, *key: str, build: Callable[[], list[np.ndarray]]) -> None:
+        """Compute arrays, or find those that were; without a cache they are not kept."""
+        self._cache, self._key = cache, key
+        self._entry: Entry | None = None
+        self.arrays: list[np.ndarray] = []
+        if cache is not None:
+            try:
+                self._keep(cache, build)
+            except (Full, Unwritable) as error:
+                logger.warning(f"an index is not kept, and made again at each start: {error}")
+        self.arrays = self.arrays or build()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_entry": None, "arrays": [] if self._entry else self.arrays}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if not self.arrays and self._cache is not None:
+            self._keep(self._cache, _build_what_is_gone)
+
+    def _keep(self, cache: NodeCache, build: Callable[[], list[np.ndarray]]) -> None:
+        def write(part: Path) -> None:
+            self.arrays = build()
+            cache.grow(part, sum(array.nbytes for array in self.arrays))
+            with cache.refuse_unwritable():
+                part.mkdir()
+                for number, array in enumerate(self.arrays):
+                    np.save(part / f"{number}.npy", array, allow_pickle=False)
+
+        whole, self._entry = cache.make(*self._key, build=write)
+        self.arrays = [_map(whole / f"{number}.npy") for number in range(len([*whole.iterdir()]))]
+
+
+def _build_what_is_gone() -> list[np.ndarray]:
+    raise UserError("what was kept of a corpus is gone from training.cache_folder; start again")
 
 
 class _Used(NamedTuple):

@@ -155,7 +155,7 @@ def list_corpora(config: JobConfig, to_validate: bool = False) -> dict[str, List
     found: dict[str, Listing] = {}
 
     def add(option: str, path: str | None) -> None:
-        if path and is_address(path) and path not in found:
+        if path and is_address(path) and not path.startswith("file://") and path not in found:
             found[path] = list_files(option, path)
 
     corpora: Sequence[job.Validation | job.ValidationSet] = validation.sets or [validation]

@@ -22,6 +22,7 @@ from torchtitan_graph.data.files import (
 )
 from torchtitan_graph.data.forms import RowFormat, form_of
 from torchtitan_graph.data.lines import LONGEST_ROW
+from torchtitan_graph.data.node_cache import Arrays
 from torchtitan_graph.data.row_forms import Form
 from torchtitan_graph.data.sources import digest_files, is_small
 from torchtitan_graph.data.unpack import UnpackedFile, is_packed, unpacked_name
@@ -62,11 +63,8 @@ class Table:
                 f"{self._file}: its lines are JSON objects, and no rows of a table: rename it to {stem}.jsonl"
             )
         self._delimiter = _DELIMITERS[PurePath(self._name.lower()).suffix]
-        if is_small(self._data.size):
-            self._starts, self._lines = self._index()
-        else:
-            found, self._entry = reading.cache.arrays("rows", self._name, self._data.key, build=self._index)
-            self._starts, self._lines = found
+        cache = None if is_small(self._data.size) else reading.cache
+        self._index = Arrays(cache, "rows", self._name, self._data.key, build=self._find_rows)
         file.check()
         self._header = self._read_header() if len(self._starts) > 1 else []
         self.form: Form = form_of(reading, lambda index: dict.fromkeys(self._header), len(self), self._file)
@@ -75,6 +73,14 @@ class Table:
             self._bad_rows.read_all(self._read, len(self))
         elif len(self):
             self[0]  # raises for an invalid row
+
+    @property
+    def _starts(self) -> np.ndarray:
+        return self._index.arrays[0]
+
+    @property
+    def _lines(self) -> np.ndarray:
+        return self._index.arrays[1]
 
     def __len__(self) -> int:
         return max(0, len(self._lines) - 1)
@@ -126,7 +132,7 @@ class Table:
             )
         return header
 
-    def _index(self) -> list[np.ndarray]:
+    def _find_rows(self) -> list[np.ndarray]:
         """Return the byte at which each row begins, the header's first, with the file's end, and each one's line."""
         starts, lines = array("q"), array("q")
         progress = Progress(f"finding the rows of {self._file}", self._data.size)

@@ -136,7 +136,7 @@ def test_a_store_that_fails_gives_the_same_rows_and_a_second_start_asks_for_none
     assert rows_of(f"{store.address}/corpus") == rows_of(str(tmp_path / "lines.jsonl"))
     assert len([each for each in store.requests if is_read(each) and each.action == "pass"]) < 2 + len(LINES) / 2000
     store.requests = []
-    monkeypatch.setattr(lines, "_index_lines", None)  # it is kept
+    monkeypatch.setattr(lines, "_index_lines", lambda file: 1 / 0)  # it is kept
     assert rows_of(f"{store.address}/corpus") == rows_of(f"{store.address}/corpus/*.jsonl")
     assert not [*filter(is_read, store.requests)]
 
@@ -317,3 +317,27 @@ def test_a_file_of_a_web_server_is_read_and_one_that_knows_no_ranges_is_named(tm
         rows_of(f"{website}/more.jsonl")
     with pytest.raises(UserError, match="there is no such file or folder"):
         rows_of(f"{website}/nothing.jsonl")
+
+
+def test_the_places_of_lines_travel_to_other_processes_by_name(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "SMALL_CORPUS_BYTES", 0)
+    (tmp_path / "lines.jsonl").write_bytes(LINES)
+    source = open_corpus("", str(tmp_path / "lines.jsonl"), "all", 0).source
+    pickled = pickle.dumps(source)
+    assert len(pickled) < 4000 < source._line_starts.nbytes + source._documents.nbytes
+    monkeypatch.setattr(lines, "_index_lines", lambda file: 1 / 0)
+    assert pickle.loads(pickled)[7] == TEXTS[7]
+
+
+def test_where_the_cache_can_not_be_written_lines_are_found_at_each_start_and_addresses_refused(
+    tmp_path, bucket, monkeypatch, caplog
+):
+    monkeypatch.setattr("torchtitan_graph.log.logger.propagate", True)
+    monkeypatch.setattr(sources, "SMALL_CORPUS_BYTES", 0)
+    (tmp_path / "lines.jsonl").write_bytes(LINES)
+    reading = RowFormat(ByteTokenizer(), cache=NodeCache("/dev/null/cache"))
+    assert open_corpus("", str(tmp_path / "lines.jsonl"), "all", 0, reading).source[7] == TEXTS[7]
+    assert "an index is not kept" in caplog.text
+    address = put(tmp_path / "lines.jsonl", f"{bucket}/lines.jsonl")
+    with pytest.raises(UserError, match="^training.cache_folder = '/dev/null/cache' can't be written: "):
+        open_corpus("", address, "all", 0, reading)

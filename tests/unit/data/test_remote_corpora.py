@@ -8,6 +8,7 @@ import json
 import multiprocessing
 import os
 import pickle
+import random
 import time
 import uuid
 from functools import partial
@@ -341,3 +342,19 @@ def test_where_the_cache_can_not_be_written_lines_are_found_at_each_start_and_ad
     address = put(tmp_path / "lines.jsonl", f"{bucket}/lines.jsonl")
     with pytest.raises(UserError, match="^training.cache_folder = '/dev/null/cache' can't be written: "):
         open_corpus("", address, "all", 0, reading)
+
+
+@pytest.mark.parametrize("kind", ["book.txt", "tokens"])
+def test_rows_that_are_read_while_a_store_fails_are_the_same(tmp_path, store, monkeypatch, kind):
+    monkeypatch.setattr(remote_file, "CHUNK", 500)
+    monkeypatch.setattr(sources, "SMALL_CORPUS_BYTES", 0)
+    monkeypatch.setattr("torchtitan_graph.patience.FIRST_S", 0.001)
+    KINDS[kind](tmp_path / kind)
+    files = [*(tmp_path / kind).iterdir()] if (tmp_path / kind).is_dir() else [tmp_path / kind]
+    for file in files:
+        store.put(f"corpus/{file.relative_to(tmp_path)}", file.read_bytes())
+    chance = random.Random(1)
+    faults = ["503", "500", "429", "reset", "half", "lost"]
+    store.plan = (chance.choice(faults) if chance.random() < 0.5 else "pass" for _ in itertools.count())
+    assert rows_of(f"{store.address}/corpus/{kind}", 40) == rows_of(str(tmp_path / kind), 40)
+    assert len([each for each in store.requests if each.action != "pass"]) > 20

@@ -14,10 +14,12 @@ TRANSIENT = {getattr(errno, name) for name in _ERRNOS.split() if hasattr(errno, 
 
 # HTTP: request timeout, too early, too many requests; and those of the server's own errors that no waiting ends.
 _STATUSES, _LASTING = {408, 425, 429}, {501, 505, 506, 507, 508, 510, 511}
-# Codes in an answer of S3 that say more than its HTTP status.
+# Codes in an answer of S3 that say more than its HTTP status. NoSuchUpload, to the second try of a request to end an
+# upload in parts, whose first answer was lost: the upload can be begun again.
 _S3_CODES = {
     *("RequestTimeout", "SlowDown", "Throttling", "ThrottlingException", "RequestThrottled", "InternalError"),
     *("ServiceUnavailable", "BadDigest", "IncompleteBody", "XAmzContentSHA256Mismatch", "OperationAborted"),
+    "NoSuchUpload",
 }
 
 _HTTPX = "NetworkError ProxyError RemoteProtocolError TimeoutException"

@@ -53,7 +53,7 @@ def have_no_patience() -> None:
 def find_s3() -> None:
     """Let fsspec, which is imported already, find the server of `s3.Store.env`; ask it again soon."""
     fsspec.config.set_conf_env(fsspec.config.conf)
-    patience.FIRST_S = 0.05
+    patience.FIRST_S, patience.EVERY_S = 0.05, 0.2
 
 
 def have_little_memory_left() -> None:

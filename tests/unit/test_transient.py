@@ -92,6 +92,7 @@ WAIT = [
     of_s3(503, "SlowDown"),
     of_s3(400, "RequestTimeout"),
     translate_boto_error(of_s3(503, "ServiceUnavailable")),
+    translate_boto_error(of_s3(404, "NoSuchUpload")),
     translate_boto_error(of_s3(500, "InternalError")),
     translate_boto_error(of_s3(429, "TooManyRequests")),
     caused(LocalEntryNotFoundError("not in the cache"), httpx.ConnectError("connect")),

@@ -53,8 +53,9 @@ def stored(store: Store) -> dict[str, bytes]:
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first tries follow one another closely."""
+    """Tries follow one another closely."""
     monkeypatch.setattr(patience, "FIRST_S", 0.01)
+    monkeypatch.setattr(patience, "EVERY_S", 0.05)
 
 
 def test_a_save_lists_the_address_once_however_many_checkpoints_are_there(store: Store, tmp_path: Path) -> None:
@@ -95,6 +96,20 @@ def test_faults_at_random_change_nothing(seed: int, store: Store, tmp_path: Path
     store.plan = plan
     assert load(tmp_path / "b", store) == 3
     assert {request.action for request in store.requests} > {"pass", "503", "500", "reset"}
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_a_large_file_goes_through_a_lost_answer_to_each_of_its_requests(
+    number: int, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One to begin an upload in parts, two parts, one to end it, and a look at its size."""
+    monkeypatch.setattr("s3fs.core.calculate_chunksize", lambda *_, **__: 5 * 2**20)
+    data = Random(0).randbytes(10 * 2**20 + 1)
+    (tmp_path / "large").write_bytes(data)
+    store.plan = at_first(["pass"] * number + ["lost"])
+    Remote(f"{store.address}/run").put(tmp_path, ["large"])
+    assert store.requests[number].action == "lost" and store.requests[0].method == "POST"
+    assert store.get("run/large") == data
 
 
 def test_a_server_that_stalls_is_asked_again(store: Store, tmp_path: Path) -> None:
@@ -170,6 +185,7 @@ def train_on_ranks(folder: Path, env: dict[str, str], step: int | None) -> list[
     local = model.weight.detach().to_local()
     with found_by(env), pytest.MonkeyPatch.context() as patch:
         patch.setattr(patience, "FIRST_S", 0.01)
+        patch.setattr(patience, "EVERY_S", 0.05)
         run = Checkpointer(folder, config, model, optimizer, scheduler)
         if step is None:
             assert run.load() is not None

@@ -44,6 +44,7 @@ from torchtitan_graph.small_files import MAX_BYTES, sync
 from torchtitan_graph.transient import is_transient
 
 T = TypeVar("T")
+_BEGIN = "step-"  # of the names of checkpoints' folders
 # Keys of what fsspec says of a file that change when it is written again, in one file system or another.
 _STAMPS = ("ETag", "LastModified", "etag", "md5Hash", "updated", "content_md5", "last_modified", "mtime", "created")
 
@@ -70,26 +71,30 @@ class Remote:
     def list_folders(self) -> dict[str, "Stored"]:
         """Return the folders in this one whose names begin with "step-", by name.
 
-        An object store is asked once for all of it.
+        An object store is asked once for all of it. What was read of them before, and is as it was, is not read again.
         """
-        begin = "step-"
-        if self._is_flat:
-            self.fs.invalidate_cache()  # other processes write here too
-            found = retry_io(lambda: self.fs.find(self.path, detail=True, prefix=begin))
-            parts = [(path.removeprefix(f"{self.path}/").split("/"), entry) for path, entry in found.items()]
-            files: dict[str, dict[str, Any]] = {}
-            for names, entry in parts:
-                if len(names) == 2 and names[0].startswith(begin):
-                    files.setdefault(names[0], {})[names[1]] = entry
-        else:
-            names = [name for name in self.entries() if name.startswith(begin)]
-            files = {name: Remote(f"{self.address}/{name}").entries() for name in names}
+        listed = self._list_flat() if self._is_flat else self._list_each()
         kept: dict[str, Any] = {}
-        folders = {name: Stored(f"{self.address}/{name}", entries, kept) for name, entries in files.items()}
+        folders = {name: Stored(f"{self.address}/{name}", entries, kept) for name, entries in listed.items()}
         for folder in folders.values():
             kept |= {key: self._read_before[key] for key in folder.small_files() if key in self._read_before}
         self._read_before = kept
         return folders
+
+    def _list_flat(self) -> dict[str, dict[str, Any]]:
+        """Return the entries of each folder, listed in one request; of a large store one for some thousand files."""
+        self.fs.invalidate_cache()  # other processes write here too
+        found = retry_io(lambda: self.fs.find(self.path, detail=True, prefix=_BEGIN))
+        listed: dict[str, dict[str, Any]] = {}
+        for path, entry in found.items():
+            folder, _, name = path.removeprefix(f"{self.path}/").partition("/")
+            if folder.startswith(_BEGIN) and name and "/" not in name:
+                listed.setdefault(folder, {})[name] = entry
+        return listed
+
+    def _list_each(self) -> dict[str, dict[str, Any]]:
+        names = [name for name in self.entries() if name.startswith(_BEGIN)]
+        return {name: Remote(f"{self.address}/{name}").entries() for name in names}
 
     def entries(self) -> dict[str, dict[str, Any]]:
         """Return the entries of this folder by name, as fsspec describes them; none where there is no folder.

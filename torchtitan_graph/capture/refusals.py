@@ -89,8 +89,9 @@ def _of_data(error: Any, optimizer: Optimizer | None, sizes: Sizes) -> str:
         )
     if isinstance(error, GuardOnDataDependentSymNode) and isinstance(error.cond, sympy.Symbol):
         return (
-            f"the traced function makes a plain number of a tensor's value, by float() or int(){place(frames)}, which "
-            "no trace has: keep it a tensor, or compute it outside"
+            f"the traced function makes a plain number of a tensor's value, by float(), int() or torch.tensor()"
+            f"{place(frames)}, which no trace has: keep it a tensor (torch.stack makes one of several), or compute it "
+            "outside"
         )
     what = sizes.words(error.cond) if isinstance(error, GuardOnDataDependentSymNode) else "a number"
     return (
@@ -102,6 +103,17 @@ def _of_data(error: Any, optimizer: Optimizer | None, sizes: Sizes) -> str:
 def _of_text(error: Exception) -> str | None:
     """Return the message for an error that torch only describes in its text; None for any other error."""
     first, at = str(error).partition("\n")[0], place(traceback.extract_tb(error.__traceback__))
+    if "Sharding propagation failed" in str(error) and isinstance(error.__cause__, GuardOnDataDependentSymNode):
+        return (
+            f"the traced function gives a DTensor's operator a number that it reads from a tensor{at}, and DTensor "
+            "takes none that only a run knows: keep it a tensor (without .item())"
+        )
+    if "its data is not allocated yet" in first:
+        return (
+            f"the traced function copies numbers out of a tensor{at}, which no trace has: torch.stack([...]) makes one "
+            "tensor of several, where torch.tensor([...]) reads them; make a kernel of your own one operator, by "
+            "torch.library.custom_op and register_fake"
+        )
     if refused := refused_region(error):
         operator, reason, stack = refused
         where = place(stack) or at

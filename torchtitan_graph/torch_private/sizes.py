@@ -9,6 +9,7 @@ from torch._subclasses import FakeTensor
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, constrain_range
 
 from torchtitan_graph.torch_private.fake import FakeTensorMode
+from torchtitan_graph.torch_private.tensors import is_traceable_wrapper_subclass
 
 
 def export_dims() -> tuple[type, type]:
@@ -73,7 +74,9 @@ class SymbolicFakeTensorMode(FakeTensorMode):
         with self:
             return constant_pad_nd(*args, **(kwargs or {}))
 
-    def _without_numbers(self, tensor: torch.Tensor) -> FakeTensor:
+    def _without_numbers(self, tensor: torch.Tensor) -> torch.Tensor:
+        if is_traceable_wrapper_subclass(tensor):
+            return tensor  # its own operators come here again, with plain tensors
         fake = tensor if isinstance(tensor, FakeTensor) else self.from_tensor(tensor)
         if fake.constant is not None:
             self.fake_tensor_converter.invalidate_constant_aliases(fake.constant)

@@ -231,13 +231,18 @@ def test_marks_that_are_not_arguments_are_refused() -> None:
         minimal_fx_tracer(functools.partial(norm), norm)(rows(6))
 
 
+NUMBER = r"a plain number of a tensor's value, by float\(\), int\(\) or torch.tensor\(\)"
+
+
 @pytest.mark.parametrize(
     ("read", "said"),
     [
+        (lambda x: x * torch.tensor([x.sum().item()]), rf"{NUMBER} {{}}.*torch.stack"),
+        (lambda x: x * torch.tensor([x.sum(), x.mean()])[0], r"copies numbers out of a tensor {}.*torch.stack"),
         (lambda x: x * x.sum().item(), "reads a tensor's value {}: a training step.* choose by torch.where"),
         (lambda x: x * x[0].tolist()[0], "reads a tensor's value {}: a training step"),
-        (lambda x: x * float(x.sum()), r"a plain number of a tensor's value, by float\(\) or int\(\) {}"),
-        (lambda x: x * int(x.sum()), r"a plain number of a tensor's value, by float\(\) or int\(\) {}"),
+        (lambda x: x * float(x.sum()), rf"{NUMBER} {{}}"),
+        (lambda x: x * int(x.sum()), rf"{NUMBER} {{}}"),
         (lambda x: x if bool(x.sum() > 0) else -x, "decides by it .*{}"),
         (lambda x: x[x > 0].sum(), r"whose shape depends on values \(aten.nonzero.default {}"),
     ],

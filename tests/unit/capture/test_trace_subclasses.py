@@ -1,5 +1,6 @@
 """Tensor subclasses, nested ones too: unwrapped at the graph's door, wrapped again from recorded layouts."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -154,6 +155,49 @@ def test_a_dtensor_may_lie_inside_another_subclass() -> None:
     assert isinstance(found.left, DTensor)
     assert found.left.to_local().tolist() == [3, 5]
     assert found.right.to_local().tolist() == [21, 41]
+
+
+ADAPTIVE: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "AdamW": torch.optim.AdamW,
+    "Adagrad": torch.optim.Adagrad,
+    "AdamW, one by one": functools.partial(torch.optim.AdamW, foreach=False, amsgrad=True),
+    "Adamax": torch.optim.Adamax,
+}
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("name", ADAPTIVE)
+def test_an_optimizer_that_reads_its_step_counter_steps_on_dtensors_as_in_eager(name: str) -> None:
+    def after(is_traced: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model, mesh = nn.Linear(3, 3), init_device_mesh("cpu", (1,))
+        for key, p in list(model.named_parameters()):
+            setattr(model, key, nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(0)])))
+        optimizer = ADAPTIVE[name](model.parameters(), lr=0.1)
+        x = distribute_tensor(torch.ones(2, 3), mesh, [Replicate()])
+
+        def step(x: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        step(x)  # makes the state
+        run = run_traced(minimal_fx_tracer(step, model, optimizer)(x), model, optimizer) if is_traced else step
+        for _ in range(2):
+            run(x)
+        return [p.to_local().detach() for p in model.parameters()]
+
+    assert all(torch.equal(a, b) for a, b in zip(after(True), after(False), strict=True))
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("fn", [lambda x: x * x.sum().item(), lambda x: x.add_(x.to_local().sum().item())])
+def test_a_number_that_is_read_is_refused_among_the_arguments_of_a_dtensors_operator(fn: Callable) -> None:
+    x = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (1,)), [Shard(0)])
+    with pytest.raises(UserError, match=r"a DTensor's operator a number that it reads .*test_trace_subclasses.py"):
+        minimal_fx_tracer(fn)(x)
 
 
 def new_local(p: Any) -> None:

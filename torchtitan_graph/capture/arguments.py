@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -167,28 +168,33 @@ def _how_to_register(kind: type) -> str:
     if dataclasses.is_dataclass(kind):
         return f", or register its class: torch.export.register_dataclass({kind.__name__})"
     return (
-        f", or register its class: torch.utils._pytree.register_pytree_node({kind.__name__}, flatten, unflatten, "
-        "flatten_with_keys_fn=...) if it holds tensors, "
+        f", or register its class: torch.utils._pytree.register_pytree_node({kind.__name__}, flatten, unflatten) "
+        "if it holds tensors, "
         f"torch.utils._pytree.register_constant({kind.__name__}) if it holds none and has __eq__"
     )
 
 
 def flatten_with_path(tree: Any) -> tuple[list[tuple[Any, Any]], pytree.TreeSpec]:
-    """Return the leaves of a tree, each with its path, and the structure.
-
-    Raises:
-        UserError: it contains an object of a class that was registered without names of its leaves.
-    """
+    """Return the leaves of a tree, each with its path, and the structure. Leaves of a class that was registered without
+    names are numbered."""
     try:
         return pytree.tree_flatten_with_path(tree)
     except ValueError as error:
         if "flatten_with_keys_fn" not in str(error):
             raise
-        kind = str(error).partition("type: ")[2].partition(". ")[0]
-        raise UserError(
-            f"{kind} was registered with torch.utils._pytree.register_pytree_node without flatten_with_keys_fn=, which "
-            "gives the names of what it holds: register it with that, or take and return what it holds"
-        ) from error
+    return list(_numbered((), tree)), pytree.tree_structure(tree)
+
+
+def _numbered(path: tuple[pytree.KeyEntry, ...], tree: Any) -> Iterator[tuple[tuple[pytree.KeyEntry, ...], Any]]:
+    children, spec = pytree.tree_flatten(tree, is_leaf=lambda x: x is not tree)
+    if spec.is_leaf():
+        yield path, tree
+        return
+    keys: list[tuple[pytree.KeyEntry, ...]] = [(pytree.SequenceKey(i),) for i in range(len(children))]
+    with contextlib.suppress(ValueError):  # of a class without names
+        keys = [key for key, _ in pytree.tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)[0]]
+    for key, child in zip(keys, children, strict=True):
+        yield from _numbered((*path, *key), child)
 
 
 def _check_dense(name: str, tensor: Tensor) -> None:

@@ -46,7 +46,7 @@ from torchtitan_graph.torch_private.dynamo import (
 )
 from torchtitan_graph.torch_private.fake import FakeTensorMode
 from torchtitan_graph.torch_private.sizes import is_symbolic, require
-from torchtitan_graph.torch_private.tracing import annotated_as, reparametrize
+from torchtitan_graph.torch_private.tracing import annotated_as, refuse_wrapper, reparametrize
 
 _CALL = "dynamo_capture(fn, module=model)(*arguments)"
 
@@ -79,6 +79,8 @@ def dynamo_capture(
             "compile.record_call_hierarchy = true (call_hierarchy=True): not with compile.capture = 'dynamo', which"
             " runs no function of the model's while it captures; use 'make_fx' (minimal_fx_tracer)"
         )
+    for name, child in module.named_modules() if module is not None else ():
+        refuse_wrapper(name, child)  # Dynamo reads the hooks of some, and leaves out those in C++
     in_make_fx = functools.partial(
         make_fx_capture, device=device, stack_traces=stack_traces, dynamic_shapes=dynamic_shapes
     )
@@ -96,14 +98,17 @@ def dynamo_capture(
         call = _Call.of(fn, args, kwargs)
         try:
             fakes = call.by_position(fake_args, fake_kwargs)
-            replay, strict, constants = _captured(call, module or nn.Module(), fakes, mode, device)
+            replay, strict, constants = _captured(call, nn.Module() if module is None else module, fakes, mode, device)
             traced = in_make_fx(fn.with_forward(replay) if isinstance(fn, InParts) else replay, module)(*args, **kwargs)
         except UserError:
             raise
         except Exception as error:
             in_make_fx(fn, module)(*args, **kwargs)  # what it also refuses gets its error, in terms of the user's code
             if isinstance(error, NotCaptured):
-                raise UserError(f"compile.capture = 'dynamo': {error}; change that, or use 'make_fx'") from error
+                what = "change that, or use 'make_fx'"
+                if "autograd.grad`" in str(error) or "backward()`" in str(error):
+                    what = "pass a function with a backward in it as InParts(whole, forward), or use 'make_fx'"
+                raise UserError(f"compile.capture = 'dynamo': {error}; {what}") from error
             if "modified by an inplace operation" in str(error):
                 raise UserError(
                     "compile.capture = 'dynamo': a checkpointed region writes in place to a value of the function"

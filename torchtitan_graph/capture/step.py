@@ -19,7 +19,7 @@ from torch.fx import GraphModule, Node
 
 from torchtitan_graph.capture.own_step import OwnStep, StepModel, together
 from torchtitan_graph.capture.state import local_part, sharing_memory
-from torchtitan_graph.capture.trace import Capture, InParts, make_fx_capture
+from torchtitan_graph.capture.trace import Capture, InParts, capture_step, make_fx_capture
 from torchtitan_graph.capture.traced import TracedResult, run_traced
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.signature import outputs_of, signature_of
@@ -421,7 +421,7 @@ def trace_train_step(
     """Trace the step of a model on meta as if it were on `device`; its outputs are named: the loss, gradients and state
     by name."""
     state = whole(model, loss)
-    traced = capture(make_train_step(model, loss, sum_in), state, device=device)(batch, masks, num_tokens)
+    traced = capture_step(capture, make_train_step(model, loss, sum_in), state, device=device)(batch, masks, num_tokens)
     return _name_train_outputs(traced, [("loss", "loss")])
 
 
@@ -469,7 +469,7 @@ def trace_eval_step(
 ) -> TracedResult:
     """Trace the loss alone, without backward."""
     state = whole(model, loss)
-    traced = capture(make_eval_step(model, loss), state, device=device)(batch, masks, num_tokens)
+    traced = capture_step(capture, make_eval_step(model, loss), state, device=device)(batch, masks, num_tokens)
     return _name_outputs(traced, [("loss", "loss")])
 
 
@@ -552,7 +552,7 @@ def trace_stage_step(
 ) -> TracedResult:
     """Trace a pipeline stage, as `trace_train_step` does; its outputs are the "output"s y and dx, the "loss", "grad"
     and "state" by name, as far as there are any."""
-    traced = capture(make_stage_step(model, loss, stage, sum_in), model, device=device)(*arguments)
+    traced = capture_step(capture, make_stage_step(model, loss, stage, sum_in), model, device=device)(*arguments)
     return _name_train_outputs(traced, [("output", "y"), ("loss", "loss"), ("output", "dx")])
 
 
@@ -574,7 +574,7 @@ def trace_stage_evaluation(
             y, _ = _run_stage(model, stage, batch, masks, x, head)
             return head(y) if stage.last else y
 
-    return capture(step, model, device=device)(*arguments)
+    return capture_step(capture, step, model, device=device)(*arguments)
 
 
 def bind_train_step(

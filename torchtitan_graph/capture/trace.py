@@ -105,27 +105,41 @@ def make_fx_capture(
     dynamic_shapes: DynamicShapes | None = None,
     call_hierarchy: bool = False,
 ) -> Callable[..., TracedResult]:
-    """Trace as `minimal_fx_tracer` does, for a training step: raise a UserError for sizes that passes could not compute
-    with."""
+    """Trace as `minimal_fx_tracer` does, without an optimizer: a `Capture`. Nodes' fake values have the traced sizes,
+    with which passes compute, unless only a run knows them."""
     options = dict(device=device, blocks=blocks, dynamic_shapes=dynamic_shapes, call_hierarchy=call_hierarchy)
     trace = minimal_fx_tracer(fn, module, stack_traces=stack_traces, **options)  # type: ignore[arg-type]
 
     def capture(*args: Any, **kwargs: Any) -> TracedResult:
         traced = trace(*args, **kwargs)
-        if traced.sizes is not None:
-            if unknown := traced.sizes.what_is_unknown(traced.gm):
-                if not stack_traces:  # again, to name the line
-                    again = minimal_fx_tracer(fn, module, stack_traces=True, **options)  # type: ignore[arg-type]
-                    found = again(*args, **kwargs)
-                    unknown = found.sizes.what_is_unknown(found.gm) if found.sizes is not None else unknown
-                raise UserError(
-                    f"{unknown}: a training step's passes need known sizes, and numbers in tensors: keep a number a"
-                    " tensor (without .item() or .tolist()), and choose by torch.where"
-                )
+        if traced.sizes is not None and _unknown(traced) is None:
             keep_traced_sizes(traced.gm, traced.sizes)
         return traced
 
     return capture
+
+
+def capture_step(
+    capture: Capture, fn: Callable[..., Any], module: nn.Module | None, *, device: Any
+) -> Callable[..., TracedResult]:
+    """Return `capture(fn, module, device=device)` for a training step: a callable that raises a UserError for sizes
+    that passes could not compute with."""
+
+    def call(*arguments: Any) -> TracedResult:
+        traced = capture(fn, module, device=device)(*arguments)
+        if _unknown(traced) is None:
+            return traced
+        again = capture(fn, module, device=device, stack_traces=True)(*arguments)  # to name the line
+        raise UserError(
+            f"{_unknown(again)}: a training step's passes need known sizes, and numbers in tensors: keep a number a "
+            "tensor (without .item() or .tolist()), and choose by torch.where"
+        )
+
+    return call
+
+
+def _unknown(traced: TracedResult) -> str | None:
+    return traced.sizes.what_is_unknown(traced.gm) if traced.sizes is not None else None
 
 
 @called_as(TRACE)

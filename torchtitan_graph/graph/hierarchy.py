@@ -71,10 +71,13 @@ class Entry(NamedTuple):
 Place = tuple[Entry, ...]
 
 
-def shown(place: Place) -> str:
-    """Return a place as text: `layers.0:Block > attention:Attention > apply_rope()#1`."""
+def shown(place: Place | tuple[Place, ...]) -> str:
+    """Return a place as text: `layers.0:Block > attention:Attention > apply_rope()#1`; several, as
+    `call_hierarchy(node)` returns, with semicolons between them."""
     if isinstance(place, (Node, Entry)):
-        raise UserError(f"a {type(place).__name__} is not a place: write shown(x) for x in call_hierarchy(node)")
+        raise UserError(f"a {type(place).__name__} is not a place: write shown(call_hierarchy(node))")
+    if not all(isinstance(entry, Entry) for entry in place):
+        return "; ".join(shown(each) for each in place)  # type: ignore[arg-type]
     return " > ".join(map(str, place))
 
 

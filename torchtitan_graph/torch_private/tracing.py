@@ -20,14 +20,17 @@ from torch._subclasses import FakeTensor as FakeTensor
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentOutputException
 from torch._subclasses.fake_tensor import DynamicOutputShapeException as DynamicOutputShapeException
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import PythonKeyTracer, disable_proxy_modes_tracing, make_fx
 from torch.fx.graph import _BoxedCodeGen
+from torch.fx.node import has_side_effect
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 
 from torchtitan_graph.errors import UserError
 
+_WRAPPERS = (FSDPModule, FullyShardedDataParallel, torch.nn.parallel.DistributedDataParallel)
 _PACKAGE = Path(__file__).parents[1]
 # Folders whose code is not the traced function's author's: torch, and the tracer.
 TRACERS = tuple(
@@ -37,6 +40,9 @@ TRACERS = tuple(
         *(_PACKAGE / room for room in ("graph", "torch_private", "analysis", "runtime", "capture", "formats")),
     )
 )
+
+# torch keeps an unused `_assert_async` that has a message, and erases one that has none.
+has_side_effect(torch.ops.aten._assert_async.default)
 
 
 class CallRecorder(Protocol):
@@ -180,6 +186,7 @@ def _marked_modules(module: torch.nn.Module | None, recorder: CallRecorder | Non
 
     def run(child: torch.nn.Module, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         name = names.get(id(child))
+        refuse_wrapper(name, child)
         running.append(child)
         try:
             with annotated(module=name) if name is not None else contextlib.nullcontext():
@@ -213,6 +220,20 @@ def _marked_modules(module: torch.nn.Module | None, recorder: CallRecorder | Non
     finally:
         for cls, name, inner in before:
             setattr(cls, name, inner)
+
+
+def refuse_wrapper(name: str | None, module: torch.nn.Module) -> None:
+    """Raise a UserError for a module whose data parallelism is in hooks, which no graph has."""
+    if not isinstance(module, _WRAPPERS):
+        return
+    by, instead = "fully_shard", "trace the module without it"
+    if not isinstance(module, FSDPModule):
+        by, instead = type(module).__name__, "trace its .module"
+    raise UserError(
+        f"{name or 'the module'} is wrapped by {by}, whose hooks gather parameters or reduce gradients outside of any "
+        f"graph: {instead}. With DTensors as parameters and batch the collectives are in the graph; the trainer puts "
+        "them into it by itself, also for a step of your own (training.step)"
+    )
 
 
 def _is_ours(function: Any) -> bool:
@@ -305,7 +326,8 @@ def trace_to_graph(
             with _marked_modules(module, recorder), _recorded(recorder, marked.__code__, engine):
                 return fn(*flat)
 
-        return _without_made_up(make_fx(marked, record_stack_traces=stack_traces)(*fake_inputs))
+        gm = make_fx(marked, record_stack_traces=stack_traces)(*fake_inputs)
+        return _without_made_up(lazy_graph_module(gm, gm.graph))
 
 
 def has_saved_tensor_hooks() -> bool:
@@ -368,9 +390,27 @@ def refused_region(error: Exception) -> tuple[str, str, traceback.StackSummary] 
     return operator[1] if operator else "a region", says, _parsed_stack(text)
 
 
+class _Forward:
+    """`forward` of a graph whose code is not generated yet: it is generated when `forward` is read."""
+
+    def __get__(self, gm: torch.fx.GraphModule | None, kind: type) -> Any:
+        if gm is None:
+            return self
+        for each in gm.modules():
+            _LazyGraphModule.force_recompile(each)  # type: ignore[arg-type]  # without effect on other modules
+        return gm.forward
+
+
+class _GraphModule(_LazyGraphModule):
+    """torch's, except that the code is generated when `forward` is read, not when it is called: `torch.compile` reads
+    it, and can't compile torch's own."""
+
+    forward = _lazy_forward = _Forward()  # type: ignore[assignment]
+
+
 def lazy_graph_module(root: torch.nn.Module, graph: torch.fx.Graph) -> torch.fx.GraphModule:
     """Return a graph module whose code is generated when it first runs, as a traced one's is."""
-    return _LazyGraphModule(root, graph)
+    return _GraphModule(root, graph)
 
 
 def boxed(

@@ -13,7 +13,7 @@ from torch._dynamo import mark_dynamic, maybe_mark_dynamic
 from torch._dynamo.decorators import mark_unbacked
 from torch.export import Dim
 
-from torchtitan_graph.capture.trace import make_fx_capture, minimal_fx_tracer
+from torchtitan_graph.capture.trace import capture_step, make_fx_capture, minimal_fx_tracer
 from torchtitan_graph.capture.traced import run_traced
 from torchtitan_graph.errors import UserError
 
@@ -251,7 +251,7 @@ def test_a_training_step_that_reads_numbers_is_refused_with_the_line(read: Calla
     net = nn.Linear(4, 4)
     place = rf"\((\w+/)?test_dynamic.py:{read.__code__.co_firstlineno}(: .*)?\)"
     with pytest.raises(UserError, match=said.format(place)):
-        make_fx_capture(lambda x: read(net(x)), net)(rows(6))
+        capture_step(make_fx_capture, lambda x: read(net(x)), net, device=None)(rows(6))
 
 
 def test_a_training_step_computes_each_size_once_and_has_numbers_in_its_values() -> None:

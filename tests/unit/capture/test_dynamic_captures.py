@@ -10,7 +10,8 @@ from torch._dynamo import maybe_mark_dynamic
 from torch._dynamo.decorators import mark_unbacked
 from torch.export import Dim
 
-from torchtitan_graph.capture.trace import InParts
+from torchtitan_graph.capture.trace import InParts, capture_step
+from torchtitan_graph.capture.traced import run_traced
 from torchtitan_graph.errors import UserError
 
 
@@ -122,7 +123,19 @@ def test_what_can_not_be_dynamic_is_refused_by_name(fn: Callable, first: tuple, 
             capture(fn, dynamic_shapes=shapes)(*map(rows, first))
 
 
-def test_a_training_step_needs_known_sizes() -> None:
-    for capture in CAPTURES.values():
-        with pytest.raises(UserError, match=r"x.shape.0. is unbacked: a training step's passes need known sizes"):
-            capture(lambda x: x + 1)(marked(rows(6), mark_unbacked))
+@pytest.mark.parametrize("capture", CAPTURES)
+def test_a_size_that_only_a_call_knows_is_traced_and_refused_in_a_training_step(capture: str) -> None:
+    def fn(x: Tensor) -> Tensor:
+        return x + 1
+
+    x = marked(rows(6), mark_unbacked)
+    run = run_traced(CAPTURES[capture](fn)(x))
+    assert torch.equal(run(rows(3)), fn(rows(3)))
+    with pytest.raises(UserError, match=r"x.shape.0. is unbacked: a training step's passes need known sizes"):
+        capture_step(CAPTURES[capture], fn, None, device=None)(x)
+
+
+@pytest.mark.parametrize("capture", CAPTURES)
+def test_a_number_that_is_read_is_traced(capture: str) -> None:
+    run = run_traced(CAPTURES[capture](lambda x: x * x.sum().item())(rows(6)))
+    assert torch.equal(run(rows(6) + 1), (rows(6) + 1) * (rows(6) + 1).sum().item())

@@ -133,7 +133,7 @@ def test_of_another_capture(capture: Any) -> None:
         (lambda t: origin(t.gm.graph), "a Graph is not a node of a graph"),
         (
             lambda t: shown(next(iter(t.gm.graph.nodes))),
-            r"a Node is not a place: write shown\(x\) for x in call_hi",
+            r"a Node is not a place: write shown\(call_hierarchy\(node\)\)",
         ),
         (lambda t: compare_captures(step, MODEL, (X,)), r"write compare_captures\(fn, module=model\)\(\*arguments\)"),
         (lambda t: dynamo_capture(InParts(step))(X), r"InParts has no forward: write InParts\(whole, forward\)"),
@@ -187,7 +187,7 @@ def test_what_a_refusal_of_a_class_says_works() -> None:
     double = minimal_fx_tracer(lambda batch: Batch(2 * batch.x))(Batch(X))
     assert double.names == ("batch.x",) and torch.equal(run_traced(double)(Batch(X)).x, 2 * X)
 
-    with pytest.raises(UserError, match=r"result is a Pair; .* flatten_with_keys_fn=\.\.\.\) if it holds tensors"):
+    with pytest.raises(UserError, match=r"result is a Pair; .* flatten, unflatten\) if it holds tensors"):
         minimal_fx_tracer(Pair)(X)
     pytree.register_pytree_node(
         Pair,
@@ -203,14 +203,24 @@ def test_what_a_refusal_of_a_class_says_works() -> None:
     assert torch.equal(run_traced(minimal_fx_tracer(lambda x, rate: x * rate.value)(X, Rate(3)))(X, Rate(3)), 3 * X)
 
 
-def test_a_class_that_was_registered_without_names_is_named() -> None:
+def test_what_a_class_without_names_holds_is_numbered() -> None:
     class Plain(Pair):
         pass
 
     pytree.register_pytree_node(Plain, lambda pair: ([pair.x], None), lambda found, _: Plain(*found))
-    for call in (lambda: minimal_fx_tracer(Plain)(X), lambda: minimal_fx_tracer(lambda pair: pair.x)(Plain(X))):
-        with pytest.raises(UserError, match="Plain'> was registered .* without flatten_with_keys_fn="):
-            call()
+    traced = minimal_fx_tracer(lambda pairs: Plain({"twice": 2 * pairs[0].x["x"]}))([Plain({"x": X})])
+    assert traced.names == ("pairs[0][0]['x']",)
+
+
+def test_a_class_without_names_goes_in_and_comes_out() -> None:
+    class Plain(Pair):
+        pass
+
+    pytree.register_pytree_node(Plain, lambda pair: ([pair.x], None), lambda found, _: Plain(*found))
+    run = run_traced(minimal_fx_tracer(lambda pair: Plain(2 * pair.x))(Plain(X)))
+    assert torch.equal(run(Plain(X)).x, 2 * X)
+    with pytest.raises(UserError, match=r"pair\[0\] has shape"):
+        run(Plain(torch.ones(3)))
 
 
 @pytest.mark.parametrize("value", [torch.float32, {1}, torch.sin, 1j])

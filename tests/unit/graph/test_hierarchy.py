@@ -221,7 +221,8 @@ def test_what_a_backward_of_ones_own_calls_stands_below_its_origin() -> None:
     gm = traced(lambda x: torch.autograd.grad(Twice.apply(model(x)).sum(), list(model.parameters())), model)
     (node,) = nodes(gm, aten.neg.default)
     assert shown(call_hierarchy(node)[0]) == "<lambda>() > forward() > backward()"
-    assert shown(fwd_call_hierarchy(node)[0]) == "<lambda>() > forward()"
+    assert shown(fwd_call_hierarchy(node)[0]) == shown(fwd_call_hierarchy(node)) == "<lambda>() > forward()"
+    assert shown(fwd_call_hierarchy(node) * 2) == "<lambda>() > forward(); <lambda>() > forward()"
 
 
 def test_what_is_computed_again_stands_where_it_stood() -> None:

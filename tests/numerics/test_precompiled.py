@@ -145,7 +145,7 @@ def test_what_is_stored_is_what_each_rank_traces(name: str) -> None:
         for data, traced in ((training, mine.train), (evaluation, mine.evaluate)):
             assert traced is not None
             like = pytree.tree_unflatten(examples(traced), traced.in_spec)[0]
-            again = traced_from_data(data, like, layout.groups_by_place, CPU, storages)
+            again = traced_from_data(data, like, {}, layout.groups_by_place, CPU, storages)
             assert described(again) == described(traced)
 
 

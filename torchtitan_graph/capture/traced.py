@@ -61,6 +61,12 @@ class TracedResult:
     guards: Callable[..., None] | None = None
     classes: dict[str, str] = dataclasses.field(default_factory=dict)
 
+    def __reduce__(self) -> NoReturn:
+        raise UserError(
+            "a TracedResult can't be pickled or copied: its graph would lose its signature. Write save_traced(traced, "
+            "path) and load_traced(path, *arguments) of torchtitan_graph.formats.traced_file"
+        )
+
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise UserError(f"a traced function is run on the live state of its module: write {RUN}")
 

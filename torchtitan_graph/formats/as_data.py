@@ -60,7 +60,7 @@ Places = Mapping[str, str]  # a group's name -> its name in every world, such as
 def traced_to_data(
     traced: TracedResult, groups: Places, device: torch.device, layouts: Mapping[str, TensorLayout]
 ) -> Any:
-    """Return a traced step as data; its calling convention is left to the reader.
+    """Return a traced step as data; its arguments, options and autocast are left to the reader.
 
     Args:
         groups: the places of this world's process groups.
@@ -68,11 +68,11 @@ def traced_to_data(
         layouts: those of slots that are not plain tensors, by name: the parameters' and their gradients'.
 
     Raises:
-        UserError: names a part of the step that can't be stored.
+        NotStored: names a part of the step that can't be stored.
     """
     signature = signature_of(traced.gm)
-    if traced.options or traced.autocast or traced.sizes:
-        raise _cannot("a step under torch.autocast, with an optimizer in it, or with sizes that differ")
+    if traced.sizes:
+        raise _cannot("a step with sizes that differ, or numbers that it reads")
     writer = _Writer(groups, device)
 
     def slot(each: Slot) -> list[Any]:
@@ -97,10 +97,12 @@ def traced_to_data(
     }
 
 
-def _cannot(what: str) -> UserError:
-    return UserError(
-        f"compile.precompiled: {what}, can't be stored; train without it, then every rank traces for itself"
-    )
+class NotStored(UserError):
+    """A part of a step that can't be stored."""
+
+
+def _cannot(what: str) -> NotStored:
+    return NotStored(f"{what}, can't be stored")
 
 
 def _short(x: Any) -> str:
@@ -135,8 +137,8 @@ class _Writer:
             if node.op == "get_attr":
                 held[str(node.target)] = self._held(node, getattr(gm, str(node.target)))
             write = functools.partial(self.write, place=place)
-            args, kwargs = self._arguments(node, write)
             target = self._target(node) if node.op == "call_function" else str(node.target)
+            args, kwargs = self._arguments(node, write)
             nodes.append(
                 [node.op, node.name, target, args, kwargs, write(node.meta.get("val")), self._origins.number(node)]
             )
@@ -175,6 +177,8 @@ class _Writer:
         text = next((name for name, function in _FUNCTIONS.items() if target is function), "")
         if isinstance(target, torch._ops.OpOverload) and target.namespace in NAMESPACES:
             text = f"{target._schema.name}.{target._overloadname}"
+        if not text and getattr(target, "namespace", "") == "profiler":
+            raise _cannot(f"{node}, a mark for profilers, which the pass cleanup_update drops")
         if not text:
             raise _cannot(f"{node}, which calls {target}: legal are operators of {', '.join(NAMESPACES)}")
         return self._targets.setdefault(text, len(self._targets))
@@ -211,6 +215,7 @@ class _Writer:
 def traced_from_data(
     data: Any,
     arguments: tuple[Any, ...],
+    keywords: dict[str, Any],
     groups: Mapping[str, str],
     device: torch.device,
     layouts: Mapping[str, TensorLayout],
@@ -218,7 +223,7 @@ def traced_from_data(
     """Return the stored step.
 
     Args:
-        arguments: like those of its trace and its calls.
+        arguments, keywords: like those of its trace and its calls.
         groups: the names of this world's process groups, by place.
         device, layouts: as in `traced_to_data`.
 
@@ -240,7 +245,7 @@ def traced_from_data(
     said = tuple(sum(each.layout.num_tensors for each in slots) for slots in (signature.inputs, signature.outputs))
     check(found == said, "a graph's inputs and outputs")
     gm.meta["signature"] = signature
-    given = take_call(tuple(map(_identifier, data["parameters"])), arguments, {})
+    given = take_call(tuple(map(_identifier, data["parameters"])), arguments, keywords)
     names = [name for i, name in enumerate(given.names) if i not in given.constants]
     check([each.name for each in signature.inputs if each.kind == "input"] == names, "a step's arguments")
     out_spec = pytree.tree_structure(_containers(data["result"]))

@@ -27,7 +27,7 @@ import torch
 from torchtitan_graph.analysis.flops import Flops
 from torchtitan_graph.capture.traced import TracedResult
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.formats.as_data import traced_from_data, traced_to_data
+from torchtitan_graph.formats.as_data import NotStored, traced_from_data, traced_to_data
 from torchtitan_graph.formats.malformed import Malformed
 from torchtitan_graph.log import logger
 from torchtitan_graph.parallel.layout import PP, TP, Layout, ParallelDims
@@ -80,7 +80,14 @@ def steps_to_data(
     groups = {name: place for place, name in reversed(layout.groups_by_place.items())}
 
     def data(step: TracedResult) -> Any:
-        return traced_to_data(step, groups, device, storages)
+        try:
+            if step.options or step.autocast:
+                raise NotStored("a step under torch.autocast, or with an optimizer in it, can't be stored")
+            return traced_to_data(step, groups, device, storages)
+        except NotStored as error:
+            raise UserError(
+                f"compile.precompiled: {error}; train without it, then every rank traces for itself"
+            ) from error
 
     stages = [
         [
@@ -195,7 +202,7 @@ class Precompiled:
             groups = layout.groups_by_place
 
             def step(data: Any, like: Any) -> TracedResult:
-                return traced_from_data(data, like, groups, device, storages)
+                return traced_from_data(data, like, {}, groups, device, storages)
 
             found = {}
             for number, train, evaluate, (matmul, attention), curve in parse_json(text, list[Any], file, _MOST_VALUES):

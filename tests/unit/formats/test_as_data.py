@@ -48,7 +48,7 @@ def stored(step: TracedResult) -> Any:
 
 
 def read(data: Any) -> TracedResult:
-    return traced_from_data(data, (X, 2.0), {}, CPU, {})
+    return traced_from_data(data, (X, 2.0), {}, {}, CPU, {})
 
 
 def test_what_is_read_runs_as_what_was_stored() -> None:

@@ -18,7 +18,7 @@ import collections
 import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -413,7 +413,7 @@ class Clock:
 
 def estimate(gm: GraphModule, costs: Costs) -> Estimate:
     """Estimate a run of a graph."""
-    clock = Clock(costs)
+    clock = Clock(replace(costs, known={}))
     for node in gm.graph.nodes:
         clock.advance(node)
     return Estimate(clock.now, dict(clock.sent), dict(clock.exposed), dict(clock.computed))

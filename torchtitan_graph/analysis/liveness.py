@@ -108,6 +108,7 @@ def held_memory(
     size: Callable[[Node], int],
     part_of: Callable[[Node], str] = in_one_part,
     scratch: Callable[[Node], int] = scratch_of,
+    memories: Memories | None = None,
 ) -> dict[Node, int]:
     """Return the bytes held while each node runs, where `size` returns those of a memory by its owner, and `scratch`
     those of a node's temporaries.
@@ -115,8 +116,9 @@ def held_memory(
     Args:
         part_of: the part that a node runs in, of a graph that is partitioned later. Each part is counted alone: values
             that later parts use are held to its end, and its inputs are not counted.
+        memories: the graph's, if they are there already.
     """
-    memories = Memories(gm)
+    memories = Memories(gm) if memories is None else memories
     freed_at: dict[Node, int] = collections.Counter()
     for owner, node in memories.last_use.items():
         freed_at[node] += size(owner) if part_of(owner) == part_of(node) else 0

@@ -107,17 +107,18 @@ class Operator:
 
 GROUP_ARGUMENTS = ("group_name", "group")
 _FUNCTION = Operator()  # a Python function, of which nothing is known
-_DECLARED: dict[object, Operator] = {}
+# By the identity of a target, which is kept as well: an operator's hash is computed by Python, and there are millions.
+_DECLARED: dict[int, tuple[object, Operator]] = {}
 _UNSAFE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.cudagraph_unsafe}
 
 
 def operator_of(target: object) -> Operator:
     """Return what is known of a node's target: as declared, else as torch says."""
-    if (found := _DECLARED.get(target)) is None:
+    if (found := _DECLARED.get(id(target))) is None:
         if not isinstance(target, OpOverload):
             return _FUNCTION
-        found = _DECLARED[target] = _by_torch(target)
-    return found
+        found = _DECLARED[id(target)] = target, _by_torch(target)
+    return found[1]
 
 
 def declare(target: OpOverload | OpOverloadPacket | HigherOrderOperator, **facts: Any) -> None:
@@ -133,7 +134,7 @@ def declare(target: OpOverload | OpOverloadPacket | HigherOrderOperator, **facts
             raise UserError(f"{each}: recompute = {declared.recompute!r}: must be any, alternate, costly or never")
         if declared.elementwise and facts.get("flops") is not None:
             raise UserError(f"{each}: flops: those of elementwise operators are not counted; leave it out")
-        _DECLARED[each] = declared
+        _DECLARED[id(each)] = each, declared
 
 
 def operator(

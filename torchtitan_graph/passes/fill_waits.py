@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 from collections.abc import Callable, Container, Iterator, Mapping
 
 import torch
@@ -33,9 +34,11 @@ def fill_waits(
     # For a pipeline's stage `part_of` returns the part that a node runs in: then each part's peak stays.
     sent = [n for n in gm.graph.find_nodes(op="call_function", target=WAIT) if meta.role(n) is None]
     if any(costs.link(n.all_input_nodes[0]) for n in sent):
-        bound = peaks(held_memory(gm, size_of, part_of), part_of)
+        costs = dataclasses.replace(costs, known={})
+        memories = Memories(gm)
+        bound = peaks(held_memory(gm, size_of, part_of, memories=memories), part_of)
         unfilled: set[Node] = set()
-        while (order := _Sweep(gm, blocks, costs, part_of, bound, unfilled)).too_full:
+        while (order := _Sweep(gm, memories, blocks, costs, part_of, bound, unfilled)).too_full:
             unfilled |= order.too_full
         put_in_order(order.made)
         gm.recompile()
@@ -54,6 +57,7 @@ class _Sweep:
     def __init__(
         self,
         gm: GraphModule,
+        memories: Memories,
         blocks: Container[str],
         costs: Costs,
         part_of: Callable[[Node], str],
@@ -66,7 +70,8 @@ class _Sweep:
         self._early: dict[Node, Node] = {}  # node moved before its place -> the wait that it fills
         self._part_of, self._bound = part_of, bound
         self._blocks, self._clock, self._unfilled = blocks, Clock(costs), unfilled
-        self._memories = Memories(gm)
+        self._memories = memories
+        self._scratch = {node: scratch_of(node) for node in gm.graph.nodes}
         self._taken = {node: sum(map(size_of, self._memories.taken(node))) for node in gm.graph.nodes}
         self._uses = collections.Counter(owner for node in gm.graph.nodes for owner in self._memories.used(node))
         self._done: set[Node] = set()
@@ -103,7 +108,7 @@ class _Sweep:
     def _fits(self, node: Node) -> bool:
         """Return whether all delayed nodes could still be computed after a node within the memory bound."""
         part = self._part_of(node)
-        needed = self._taken[node] + scratch_of(node) + self._delayed_bytes[part]
+        needed = self._taken[node] + self._scratch[node] + self._delayed_bytes[part]
         return self._held[part] + needed <= self._bound[part]
 
     def _delay(self, node: Node) -> None:
@@ -131,7 +136,7 @@ class _Sweep:
         self._clock.advance(node)
         part = self._part_of(node)
         self._held[part] += self._taken[node]
-        if self._held[part] + scratch_of(node) > self._bound[part]:
+        if self._held[part] + self._scratch[node] > self._bound[part]:
             self.too_full.update(self._early.values())
         for owner in self._memories.used(node):
             self._uses[owner] -= 1

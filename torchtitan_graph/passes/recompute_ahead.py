@@ -30,7 +30,8 @@ def recompute_ahead(gm: GraphModule, costs: Costs, part_of: Callable[[Node], str
     if not stream.early or not any(costs.link(node) for node in nodes):
         return gm
     costs = dataclasses.replace(costs, known={})
-    held, memories = held_memory(gm, size_of, part_of), Memories(gm)
+    memories = Memories(gm)
+    held = held_memory(gm, size_of, part_of, memories=memories)
     bound = peaks(held, part_of)
     sizes = {node: sum(map(size_of, memories.taken(node))) + scratch_of(node) for node in stream.early}
     room = Room(stream, held, {node: bound[part_of(node)] for node in held}, sizes)

@@ -97,7 +97,7 @@ def test_a_recording_contains_what_is_declared_alone() -> None:
 
 def test_a_declaration_changes_what_is_read_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: without its declaration the operator is like any other."""
-    monkeypatch.delitem(operator._DECLARED, declared)
+    monkeypatch.delitem(operator._DECLARED, id(declared))
     gm = graph()
     assert works_of(node_of(gm, "declared"))[0].kind == OTHER
     tag_regions(gm, [WHOLE])
@@ -128,7 +128,7 @@ def test_an_operator_that_names_a_group_sends() -> None:
 # --- no other file names an operator ----------------------------------------------------------------------------------
 
 PACKAGE = Path(operator.__file__).parents[1]
-OWN = {str(op).split(".")[1] for op in operator._DECLARED if str(op).startswith("torchtitan_graph.")}
+OWN = {str(op).split(".")[1] for op, _ in operator._DECLARED.values() if str(op).startswith("torchtitan_graph.")}
 # Models, layers and losses compute with operators; everything else asks for their declarations. These passes insert
 # copies, so they name them.
 COMPUTE = ("ops/", "models/", "quantize/", "loss.py", "check/kernels.py")

@@ -85,7 +85,7 @@ def test_what_is_declared_is_what_is_read_of_it(own: Any, monkeypatch: pytest.Mo
 def test_without_its_declaration_it_is_saved_and_not_recorded(own: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control."""
     monkeypatch.setattr(keeping, "START", 0)
-    monkeypatch.delitem(operator._DECLARED, own.squared_relu)
+    monkeypatch.delitem(operator._DECLARED, id(own.squared_relu))
     gm = tag_elementwise(graph(own), ("layers.0", "layers.1"))
     assert {meta.tag(node) for node in nodes_of(gm, own.squared_relu)} == {None}
     assert not all(piece.is_recorded for piece in cut_into_pieces(graph(own)))

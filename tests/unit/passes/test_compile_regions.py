@@ -459,7 +459,7 @@ def test_compiled_regions_give_the_same_bits_in_each_call(monkeypatch: pytest.Mo
     try:
         assert not differ()
         for op in (torch.ops.aten.embedding_dense_backward.default, torch.ops.aten.index_put.default):
-            monkeypatch.setitem(_DECLARED, op, dataclasses.replace(operator_of(op), compiles=True))
+            monkeypatch.setitem(_DECLARED, id(op), (op, dataclasses.replace(operator_of(op), compiles=True)))
         monkeypatch.setattr(inductor, "_same_bits_each_run", contextlib.nullcontext)
         torch.use_deterministic_algorithms(False)
         assert differ()

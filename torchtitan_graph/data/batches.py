@@ -1,5 +1,6 @@
 """Microbatches of a rank, packed from the lanes of its rows."""
 
+import errno
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from torchtitan_graph.data.files import Reading
 from torchtitan_graph.data.mixture import Mixture, Origin
 from torchtitan_graph.data.packing import Cursor, Lane
 from torchtitan_graph.errors import UserError
+from torchtitan_graph.transient import is_transient
 
 
 class Read(NamedTuple):
@@ -53,7 +55,8 @@ class Deal(NamedTuple):
 
 
 class Rows(IterableDataset):
-    """Microbatches of a rank, or of one of its workers, with the cursors after their rows; the last may be an error."""
+    """Microbatches of a rank, or of one of its workers, with the cursors after their rows; the last may be an error:
+    of the user, or of storage that does not answer."""
 
     def __init__(
         self,
@@ -113,11 +116,18 @@ class Rows(IterableDataset):
             lane.next_pieces()
         return lane.cursor
 
-    def __iter__(self) -> Iterator[Read | UserError]:
+    def __iter__(self) -> Iterator[Read | UserError | OSError]:
         try:
             yield from self._batches()
         except UserError as error:  # raised in a worker process, its message would be a traceback
             yield error
+        except Exception as error:
+            if get_worker_info() is None or not is_transient(error):
+                raise
+            # A worker's error is raised by its message alone, and this one would no longer be one of storage.
+            lost = OSError(errno.EIO, f"{type(error).__name__}: {error}")
+            lost.transient = True  # type: ignore[attr-defined]
+            yield lost
 
     def _batches(self) -> Iterator[Read]:
         worker = get_worker_info()

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torchtitan_graph.data.document import Document
 from torchtitan_graph.data.files import Reading
-from torchtitan_graph.data.sources import Source
+from torchtitan_graph.data.sources import Source, is_remote
 from torchtitan_graph.errors import UserError
 
 # Note [Lanes]
@@ -22,6 +22,7 @@ _DOCUMENTS_PER_LANE = 32  # with fewer, lanes differ much in length
 _WHOLE_DOCUMENTS_PER_LANE = 1024
 VALIDATION_FRACTION = 0.05
 _FEW_DOCUMENTS = 4096
+_PREPARED = 8  # documents of a lane that are read ahead from addresses
 
 
 class Resume(NamedTuple):
@@ -88,9 +89,12 @@ class ShuffledCorpus:
         return {"train": total - held_out, "validation": held_out, "all": total}[self.split]
 
     def documents(self, lane: int, epoch: int, start: int) -> Iterator[tuple[int, Document]]:
-        total = len(self.source)
-        for index in range(start, (total - lane - 1) // self.num_lanes + 1):
-            document = shuffled(index * self.num_lanes + lane, total, (self._seed, epoch))
+        total, key = len(self.source), (self._seed, epoch)
+        ahead = _PREPARED if is_remote(self.source) else 0
+        for index in range(start, end := (total - lane - 1) // self.num_lanes + 1):
+            for later in range(index + ahead * (index > start), min(index + ahead + 1, end)) if ahead else ():
+                self.source.prepare(shuffled(later * self.num_lanes + lane, total, key))  # type: ignore[attr-defined]
+            document = shuffled(index * self.num_lanes + lane, total, key)
             if in_split(self.split, self.source.identity(document), self._threshold):
                 Reading.documents += 1
                 yield index, self.source[document]

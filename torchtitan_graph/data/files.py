@@ -102,6 +102,7 @@ class DataFile:
     Raises UserError if it is something else, such as a FIFO; OSError as `os.stat`.
     """
 
+    is_remote = False
     _num_open = 0
 
     def __init__(self, path: Path, name: str | None = None) -> None:
@@ -164,6 +165,9 @@ class DataFile:
                 self._descriptor = None
                 raise
         return content
+
+    def prepare(self, start: int, count: int) -> None:
+        """Begin to read a part, if that takes long; `read_part` then waits for it."""
 
     def chunks(self) -> Iterator[bytes]:
         """Yield the file from its beginning, piece by piece; raises as `read`."""

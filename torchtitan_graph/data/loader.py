@@ -100,7 +100,7 @@ class DataLoader:
                 persistent_workers=num_workers > 0,
                 pin_memory=torch.cuda.is_available(),
             )
-        self._iterator: Iterator[Read | UserError] | None = None
+        self._iterator: Iterator[Read | UserError | OSError] | None = None
         self._ahead: deque[Read] = deque()
         self._resumes: dict[int, Resume] = {}  # of the streams among the lanes that this rank took rows from
         self.documents = self.bytes_read = 0  # read for this rank's batches since the start
@@ -218,7 +218,7 @@ class DataLoader:
             self.lengths  # noqa: B018 - counted before the workers begin
             self._iterator = iter(self._loader)
         read = next(self._iterator)
-        if isinstance(read, UserError):
+        if isinstance(read, (UserError, OSError)):
             raise read
         return read
 

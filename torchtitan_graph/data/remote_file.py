@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from threading import BoundedSemaphore, Thread
 from typing import Any
 
 from fsspec.core import url_to_fs
@@ -40,6 +41,8 @@ class RemoteFile(DataFile):
     Methods raise UserError if it is gone, unreadable, or has changed since it was listed.
     """
 
+    is_remote = True
+
     def __init__(self, found: Found, cache: NodeCache) -> None:
         self.path, self.name, self.size, _ = self._found = found
         self._cache = cache
@@ -47,11 +50,12 @@ class RemoteFile(DataFile):
         self._blocks: _Blocks | None = None
         self._is_kept = True
         self._opened: tuple[int, Any, str] = (0, None, "")
+        self._coming: dict[int, Future[None]] = {}  # blocks that are read in the background
         self._file_system()
         self._check_at = 0.0
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_entry": None, "_blocks": None, "_opened": (0, None, "")}
+        return {**self.__dict__, "_entry": None, "_blocks": None, "_opened": (0, None, ""), "_coming": {}}
 
     @property
     def key(self) -> str:
@@ -70,14 +74,28 @@ class RemoteFile(DataFile):
                 self.check()
                 self._check_at = time.monotonic() + _CHECK_S
         else:
+            self._file_system()
             for number in range(start // CHUNK, (start + count - 1) // CHUNK + 1):
+                if (coming := self._coming.pop(number, None)) is not None:
+                    coming.result()
                 self._fill(blocks, number)
             with refuse_unreadable(str(blocks.data)):
                 content = os.pread(blocks.descriptor, count, start)
         count_read(len(content))
         return content
 
+    def prepare(self, start: int, count: int) -> None:
+        if count <= 0 or (blocks := self._open()) is None:
+            return
+        self._file_system()
+        for number in range(start // CHUNK, (min(start + count, self.size) - 1) // CHUNK + 1):
+            if not blocks.there[number] and number not in self._coming:
+                if not _free.acquire(blocking=False):
+                    return
+                self._coming[number] = _in_background(partial(self._fill, blocks, number), _free.release)
+
     def chunks(self) -> Iterator[bytes]:
+        self._open()  # not by each thread
         yield from _ahead([partial(self.read_part, start, CHUNK) for start in range(0, self.size, CHUNK)], _AT_ONCE)
 
     def local(self) -> Path:
@@ -121,7 +139,7 @@ class RemoteFile(DataFile):
         """Return this process, its file system and the file's path there, the same for all threads: fsspec would make
         one for each, with connections of its own."""
         if self._opened[0] != os.getpid():
-            self._opened = os.getpid(), *url_to_fs(self.path)
+            self._opened, self._coming = (os.getpid(), *url_to_fs(self.path)), {}
         return self._opened
 
     def _fill(self, blocks: "_Blocks", number: int) -> None:
@@ -226,6 +244,34 @@ def packed_together(files: Sequence[DataFile], cache: NodeCache) -> list[DataFil
         return [*files]
     starts = itertools.accumulate((file.size for file in files), initial=0)
     return [_Part(file, packed, start) for file, start in zip(files, starts, strict=False)]
+
+
+_free = BoundedSemaphore(_AT_ONCE)
+
+
+def _renew_free() -> None:  # in a forked process, whose parent's threads are not there
+    global _free
+    _free = BoundedSemaphore(_AT_ONCE)
+
+
+os.register_at_fork(after_in_child=_renew_free)
+
+
+def _in_background(call: Callable[[], None], finish: Callable[[], None]) -> "Future[None]":
+    """Call a function in a thread that the process does not wait for when it ends, and then `finish`."""
+    future: Future[None] = Future()
+
+    def work() -> None:
+        try:
+            call()
+            future.set_result(None)
+        except BaseException as error:
+            future.set_exception(error)
+        finally:
+            finish()
+
+    Thread(target=work, daemon=True).start()
+    return future
 
 
 def _ahead(calls: Iterable[Callable[[], bytes]], number: int) -> Iterator[bytes]:

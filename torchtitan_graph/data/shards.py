@@ -130,6 +130,16 @@ class Shards:
             )
         )
 
+    @property
+    def is_remote(self) -> bool:
+        return self._files[0][0].is_remote
+
+    def prepare(self, index: int) -> None:
+        shard, number = self._find(index)
+        ends = self._mapped[shard][0]
+        for array in self._long[shard]:
+            array.prepare(int(ends[number - 1]) if number else 0, int(ends[number]))
+
     def identity(self, index: int) -> int:
         shard, number = self._find(index)
         self._files[shard][2].check_at_times()
@@ -285,8 +295,14 @@ class _Array:
 
     def part(self, begin: int, end: int) -> np.ndarray:
         """Return the elements from `begin` to before `end`; of a part that is not there, those that are."""
-        size = self.dtype.itemsize
-        return np.frombuffer(self._file.read_part(self._begin + begin * size, (end - begin) * size), self.dtype)
+        return np.frombuffer(self._file.read_part(*self._bytes(begin, end)), self.dtype)
+
+    def prepare(self, begin: int, end: int) -> None:
+        """Begin to read what `part` returns, if that takes long."""
+        self._file.prepare(*self._bytes(begin, end))
+
+    def _bytes(self, begin: int, end: int) -> tuple[int, int]:
+        return self._begin + begin * self.dtype.itemsize, (end - begin) * self.dtype.itemsize
 
     def mapped(self) -> np.ndarray:
         """Return the array, mapped into memory."""

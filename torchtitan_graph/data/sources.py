@@ -27,6 +27,9 @@ class Source(Protocol):
     `digest` is equal for two sources with the same documents under the same numbers. `identity` names a document by its
     place, or is the hash of that (see `corpus.document_key`); it decides the split into train and validation. Documents
     of a source with `is_whole` are `Tokens`. An instance can be pickled.
+
+    Where documents are read from addresses, one at a time, a source has `prepare`, too, which begins to read what a
+    document needs.
     """
 
     digest: str
@@ -63,9 +66,25 @@ class Chain:
         source, index = self._find(index)
         return source.identity(index)
 
+    @property
+    def is_remote(self) -> bool:
+        """Whether documents are read from addresses, one at a time: then `prepare` begins to."""
+        return any(map(is_remote, self.sources))
+
+    def prepare(self, index: int) -> None:
+        source, index = self._find(index)
+        if is_remote(source):
+            source.prepare(index)  # type: ignore[attr-defined]
+
     def _find(self, index: int) -> tuple[Source, int]:
         which = bisect.bisect_right(self._ends, index)
         return self.sources[which], index - (self._ends[which - 1] if which else 0)
+
+
+def is_remote(source: Source) -> bool:
+    """Return whether a source reads documents from addresses, one at a time. It then has `prepare`, which begins to
+    read what a document needs, and does not wait."""
+    return getattr(source, "is_remote", False)
 
 
 def is_small(size: int) -> bool:

@@ -69,17 +69,28 @@ class TextPieces:
     def __getitem__(self, index: int) -> Document:
         return self._bad_rows.read(self._read, index)
 
+    @property
+    def is_remote(self) -> bool:
+        return self._data.is_remote
+
+    def prepare(self, index: int) -> None:
+        self._data.prepare(*self._part(index))
+
     def _read(self, index: int) -> str:
         content, first_byte = self._piece(index)
         return decode(content, self._file, first_byte or None)  # lines are counted from the file's first byte
 
     def _piece(self, index: int) -> tuple[bytes, int]:
         """Return the bytes of a piece, and its first byte's place in the file."""
-        first = max(0, index * self.PIECE_BYTES - 1)  # a line end there makes the piece begin after it
-        content = self._data.read_part(first, 2 * self.PIECE_BYTES + _LONGEST_CHARACTER)
+        first, count = self._part(index)
+        content = self._data.read_part(first, count)
         start = self._begin(content, index * self.PIECE_BYTES - first) if index else 0
         end = self._begin(content, (index + 1) * self.PIECE_BYTES - first)
         return content[start:end], first + start
+
+    def _part(self, index: int) -> tuple[int, int]:
+        """Return the first byte that tells where a piece begins, and how many bytes a piece needs."""
+        return max(0, index * self.PIECE_BYTES - 1), 2 * self.PIECE_BYTES + _LONGEST_CHARACTER
 
     def _begin(self, content: bytes, place: int) -> int:
         """Return the begin of a piece, searched from `place` on: the file's end if no line begins."""

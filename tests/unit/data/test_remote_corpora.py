@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkProcess as Process
 from pathlib import Path
 from threading import Thread
+from types import SimpleNamespace
 
 import fsspec
 import numpy as np
@@ -26,14 +27,16 @@ from s3 import Request, Store, at_first
 from torchtitan_graph.config import check_data
 from torchtitan_graph.config.job import ValidationSet
 from torchtitan_graph.config.load import load
-from torchtitan_graph.data import build_dataloader, lines, remote_file, sources
-from torchtitan_graph.data.corpus import document_key
+from torchtitan_graph.data import DataLoader, batches, build_dataloader, lines, remote_file, sources
+from torchtitan_graph.data.corpus import ShuffledCorpus, document_key
 from torchtitan_graph.data.forms import RowFormat
 from torchtitan_graph.data.node_cache import NodeCache
 from torchtitan_graph.data.open_corpus import list_corpora, open_corpus
+from torchtitan_graph.data.places import find_place
 from torchtitan_graph.data.shards import write_shards
 from torchtitan_graph.data.tokenizer import ByteTokenizer
 from torchtitan_graph.errors import UserError
+from torchtitan_graph.transient import is_transient
 
 FORK = multiprocessing.get_context("fork")  # starts at once
 TEXTS = ["".join(chr(97 + number * place % 26) for place in range(1 + number * 7 % 50)) for number in range(300)]
@@ -285,7 +288,7 @@ def test_small_files_of_a_folder_are_kept_together(tmp_path, store):
     store.requests = []
     assert rows_of(f"{store.address}/folder") == here
     texts = [each for each in store.requests if each.path.endswith(".txt") and each.method == "GET"]
-    assert len(texts) == 60
+    assert len({each.path for each in texts}) == 60
     store.requests = []
     assert rows_of(f"{store.address}/folder") == here
     assert not [each for each in store.requests if each.method == "GET" and not each.is_list]
@@ -358,3 +361,50 @@ def test_rows_that_are_read_while_a_store_fails_are_the_same(tmp_path, store, mo
     store.plan = (chance.choice(faults) if chance.random() < 0.5 else "pass" for _ in itertools.count())
     assert rows_of(f"{store.address}/corpus/{kind}", 40) == rows_of(str(tmp_path / kind), 40)
     assert len([each for each in store.requests if each.action != "pass"]) > 20
+
+
+@pytest.mark.parametrize("kind", ["book.txt", "tokens"])
+def test_blocks_of_documents_to_come_are_read_ahead(tmp_path, bucket, monkeypatch, kind):
+    monkeypatch.setattr(remote_file, "CHUNK", 50)
+    monkeypatch.setattr(sources, "SMALL_CORPUS_BYTES", 0)
+    monkeypatch.setattr(sources, "_END_BYTES", 50)
+    KINDS[kind](tmp_path / kind)
+    reading = RowFormat(ByteTokenizer(), format="text" if kind == "book.txt" else None)
+    corpus = open_corpus("", put(tmp_path / kind, f"{bucket}/{kind}"), "all", 0, reading)
+    prepared, read = [], []
+    prepare, read_part = remote_file.RemoteFile.prepare, remote_file.RemoteFile.read_part
+    monkeypatch.setattr(
+        remote_file.RemoteFile, "prepare", lambda *words: (prepared.append(words[1:]), prepare(*words))[1]
+    )
+    monkeypatch.setattr(
+        remote_file.RemoteFile, "read_part", lambda *words: (read.append(words[1:]), read_part(*words))[1]
+    )
+    documents = [document for _, document in itertools.islice(corpus.documents(0, 0, 0), 20)]
+    here = open_corpus("", str(tmp_path / kind), "all", 0, reading)
+    assert [*map(str, documents)] == [str(x) for _, x in itertools.islice(here.documents(0, 0, 0), 20)]
+    assert prepared[: len(read)] == read, "each is prepared, and in the order of reading"
+
+
+def test_a_part_that_is_prepared_is_not_asked_for_again(store, monkeypatch):
+    monkeypatch.setattr(remote_file, "CHUNK", 2000)
+    store.put("lines.jsonl", LINES)
+    file = find_place("training.dataset_path", f"{store.address}/lines.jsonl", NodeCache()).open("lines.jsonl")
+    file.prepare(1000, 5000)
+    copy = pickle.loads(pickle.dumps(file))
+    assert file.read_part(1000, 5000) == LINES[1000:6000] == copy.read_part(1000, 5000)
+    assert len([*filter(is_read, store.requests)]) == 3
+
+
+def test_storage_that_does_not_answer_a_worker_is_named_as_storage(monkeypatch, texts_source):
+    class Away(texts_source):
+        def __getitem__(self, index):
+            raise ConnectionResetError(104, "reset")
+
+    monkeypatch.setattr(batches, "get_worker_info", lambda: SimpleNamespace(id=0, num_workers=1))
+    data = DataLoader(
+        ShuffledCorpus(Away(TEXTS), "all", 0), ByteTokenizer(), seed=0, seq_len=64, local_batch_size=1, dp_rank=0,
+        dp_degree=1,
+    )  # fmt: skip
+    with pytest.raises(OSError, match="ConnectionResetError") as error:
+        next(data)
+    assert is_transient(pickle.loads(pickle.dumps(error.value)))

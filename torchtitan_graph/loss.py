@@ -225,7 +225,7 @@ class _InChunks(torch.autograd.Function):
         added: Regularizers,
         chunks: int,
     ) -> tuple[Tensor, ...]:
-        is_trained = any(ctx.needs_input_grad)
+        needs_dx, needs_dweight, *_ = ctx.needs_input_grad
         losses: list[list[Tensor]] = []
         ignored, dxs, dweight_VD = [], [], None
         for x_RD, labels_R in zip(x_TD.chunk(chunks), labels_T.chunk(chunks), strict=True):
@@ -233,15 +233,18 @@ class _InChunks(torch.autograd.Function):
             of_chunk, rows = _losses(logits_RV, labels_R, part, added)
             losses.append(of_chunk)
             ignored.append(rows.is_ignored_T)
-            if is_trained:
+            if needs_dx or needs_dweight:
                 scale_R = torch.where(rows.is_ignored_T, 0.0, torch.ones_like(of_chunk[0]))
                 more = _of_gradient(added, part, logits_RV)
                 dlogits_RV = cross_entropy_backward_(logits_RV, *rows[:3], scale_R, *more)
-                dxs.append(dlogits_RV @ weight_VD)
-                dlogits_VR = dlogits_RV.t()
-                dweight_VD = dlogits_VR @ x_RD if dweight_VD is None else torch.addmm(dweight_VD, dlogits_VR, x_RD)
-        if is_trained:
-            ctx.save_for_backward(torch.cat(dxs), dweight_VD)
+                if needs_dx:
+                    dxs.append(dlogits_RV @ weight_VD)
+                if needs_dweight:
+                    dlogits_VR = dlogits_RV.t()
+                    dweight_VD = dlogits_VR @ x_RD if dweight_VD is None else torch.addmm(dweight_VD, dlogits_VR, x_RD)
+        made = ([torch.cat(dxs)] if needs_dx else []) + ([dweight_VD] if dweight_VD is not None else [])
+        ctx.save_for_backward(*made)
+        ctx.needs_dx, ctx.needs_dweight = needs_dx, needs_dweight
         is_ignored_T = torch.cat(ignored)
         total, *parts = (_sum(torch.cat(each), is_ignored_T) for each in zip(*losses, strict=True))
         ctx.mark_non_differentiable(*parts)
@@ -249,8 +252,9 @@ class _InChunks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        dx_TD, dweight_VD = ctx.saved_tensors
-        return dx_TD * grads[0], dweight_VD * grads[0], None, None, None, None
+        made = [x * grads[0] for x in ctx.saved_tensors]
+        dx_TD = made[0] if ctx.needs_dx else None
+        return dx_TD, made[-1] if ctx.needs_dweight else None, None, None, None, None
 
 
 def score_labels(

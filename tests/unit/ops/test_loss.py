@@ -109,6 +109,26 @@ def test_in_chunks_the_loss_is_the_same_and_its_gradients_up_to_rounding(chunks:
         assert (other - gradient).norm() <= 3 * CLOSE[dtype][1] * gradient.norm()
 
 
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_in_chunks_the_gradient_of_a_frozen_output_is_not_kept(is_frozen: bool) -> None:
+    output = torch.nn.Linear(4, 11, bias=False).requires_grad_(not is_frozen)
+    x_BLD, labels_BL = torch.randn(2, 6, 4, requires_grad=True), torch.randint(11, (2, 6))
+    kept: list[tuple[int, ...]] = []
+
+    def keep(x: Tensor) -> Tensor:
+        kept.append(tuple(x.shape))
+        return x
+
+    def gradient(chunks: int) -> Tensor:
+        loss = losses.cross_entropy(x_BLD, labels_BL, torch.tensor(7), output, chunks=chunks)
+        return torch.autograd.grad(loss, x_BLD)[0]
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        found = gradient(3)
+    assert ((11, 4) in kept) is not is_frozen and (12, 4) in kept
+    torch.testing.assert_close(found, gradient(1))
+
+
 @pytest.mark.parametrize("dtype", CLOSE)
 @pytest.mark.parametrize(("T", "V", "degree"), [(400, 510, 2), (77, 3012, 3), (1, 4, 4)])
 def test_numbers_of_a_sharded_vocabulary(T: int, V: int, degree: int, dtype: torch.dtype) -> None:

@@ -97,8 +97,8 @@ class Table:
         if len(values) != len(self._header):
             raise BadRow(
                 "wrong_fields",
-                f"{where}: has {len(values)} fields, and the table has {len(self._header)} columns. A value with a"
-                " delimiter or a line end in it must be quoted",
+                f"{where}: has {len(values)} field{'s' * (len(values) != 1)}, and the table has"
+                f" {len(self._header)} columns. A value with a delimiter or a line end in it must be quoted",
             )
         return self.form.document(dict(zip(self._header, values, strict=True)), where)
 

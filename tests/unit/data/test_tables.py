@@ -87,7 +87,7 @@ def test_a_table_is_read_in_any_order_packed_and_in_other_processes(tmp_path, mo
     ("content", "match"),
     [
         (b"question,answer\na,b\n", r"there is \['answer', 'question'\].*training.columns"),
-        (b"text,a\nx,1\ny\n", "line 3: has 1 fields, and the table has 2 columns"),
+        (b"text,a\nx,1\ny\n", "line 3: has 1 field, and the table has 2 columns"),
         (b"text,a\nx,1,2\n", "line 2: has 3 fields"),
         (b'text,a\n"x,1\ny,2\n', "line 2: a value begins with a quotation mark"),
         (b'text,a\n"x"y,1\n', "line 2: .*closing quotation mark is followed"),

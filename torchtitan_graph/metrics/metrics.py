@@ -66,6 +66,7 @@ class Dashboard(Protocol):
     def close(self, failed: bool = False) -> None: ...
 
 
+_FLOPS = "flops"  # the name of a stage's FLOPs and 1, so that their sums over the stages give the mean
 _LOAD = ".load"  # the suffix of the names of experts' loads in a step's state
 
 
@@ -191,7 +192,8 @@ class Metrics:
                 slots of each expert.
             loss_terms: the loss's terms by name, where there are several; in a pipeline this stage's parts of them.
             own_metrics: the metrics of the model and of the loss by name, in the same way.
-            flops: this device's in the step, without recomputation; None: not known.
+            flops: this device's in the step, without recomputation; None: not known. In a pipeline the mean over its
+                stages is logged.
             tokens_by_source: all ranks' targets of each corpus of a mixture.
             skipped_steps: how many were skipped since the run's beginning, where steps that leap are.
             roll_backs: how often the run had gone back before this step, where it may.
@@ -233,7 +235,11 @@ class Metrics:
         """Log the last step, unless it is logged: a run may end at a step that was not due."""
         if self._num_steps == 0:
             return
-        tokens_seen, flops = self._record["tokens_seen"], self._flops
+        of_stage = {} if self._flops is None else {_FLOPS: torch.tensor([self._flops, 1.0], dtype=torch.float64)}
+        state = self._of_all_stages(self._state | of_stage)
+        flops, num_stages = state.pop(_FLOPS, torch.zeros(2)).tolist()
+        mfu = flops / num_stages / self._step_time_s / self.peak_flops if flops and self.peak_flops else None
+        tokens_seen = self._record["tokens_seen"]
         record: dict[str, Any] = {
             **self._record,
             # Not below 0: of a replica group that is lost, the targets that were expected of it are taken back.
@@ -242,10 +248,9 @@ class Metrics:
             "data_loading_s": self._data_loading_s / self._num_steps,
             "documents_per_second": self._documents / self._step_time_s,
             "read_mb_per_second": self._bytes_read / 1e6 / self._step_time_s,
-            "mfu": None if flops is None or self.peak_flops is None else flops / self._step_time_s / self.peak_flops,
+            "mfu": mfu,
             "memory_gib": peak_memory_gib(),
         }
-        state = self._of_all_stages(self._state)
         loads = {name.removesuffix(_LOAD).removesuffix(".moe"): x for name, x in state.items() if name.endswith(_LOAD)}
         # The largest load of an expert over the mean load: 1 is perfect balance.
         by_layer = {name: float(load_E.max() / load_E.double().mean()) for name, load_E in loads.items()}

@@ -10,7 +10,6 @@ import itertools
 import math
 from collections.abc import Sequence
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -250,14 +249,6 @@ class Layout:
     def sum_over_data(self, x: Tensor) -> Tensor:
         """All-reduce in place counts of the ranks that see different tokens."""
         return sum_over(self.data_groups, x)
-
-    def mean_over_stages(self, x: float) -> float:
-        """Return the mean of a number over the stages of the pipeline."""
-        if self.dims.pp == 1:
-            return x
-        total = torch.tensor(x, dtype=torch.float64, device=self.mesh.device_type)
-        dist.all_reduce(total, group=self.group(PP))
-        return total.item() / self.dims.pp
 
     def of_all_stages(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the state of all pipeline stages, added by name; on the CPU where there are any."""

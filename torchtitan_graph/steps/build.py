@@ -143,15 +143,14 @@ class Steps:
         return clip_grad_norm(parameters.values(), max_norm, self.layout.group(PP), repeated, device)
 
     def count_flops(self, microbatches: Sequence[Batch]) -> float | None:
-        """Return the operations of a step on this rank without those of padding, in a pipeline the mean over its
-        stages; None in eager mode, where there is no graph to count them on."""
+        """Return the operations of a step on this rank without those of padding; None in eager mode, where there is no
+        graph to count them on."""
         if self.flops is None:
             return None
-        of_batches = (
+        return sum(
             self.flops.of(self._visible_pairs(batch), batch.tokens_BL.shape[1] / self.seq_len, filled(batch))
             for batch in microbatches
         )
-        return self.layout.mean_over_stages(sum(of_batches))
 
     def _inputs(
         self, batch: Batch, on_host: Batch | None, num_tokens: Tensor, totals: Tensor

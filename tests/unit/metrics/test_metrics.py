@@ -114,6 +114,14 @@ def test_mfu_counts_the_flops_of_each_step(tmp_path: Path, clock: Clock) -> None
     assert lines(tmp_path / "metrics.jsonl")[0]["mfu"] == 1.0
 
 
+def test_mfu_of_a_pipeline_is_the_mean_over_its_stages(tmp_path: Path, clock: Clock) -> None:
+    def of_all_stages(state: dict[str, Any]) -> dict[str, Any]:
+        return {name: x + x.new_tensor([30.0, 1.0]) for name, x in state.items()}  # another stage with 30 FLOPs
+
+    run(build(tmp_path, peak_flops=10.0, of_all_stages=of_all_stages), 1, 1, clock, flops=10.0)
+    assert lines(tmp_path / "metrics.jsonl")[0]["mfu"] == 1.0
+
+
 def test_the_tokens_of_an_earlier_process_are_not_this_one_s_speed(tmp_path: Path, clock: Clock) -> None:
     run(build(tmp_path, start_step=7, tokens_seen=700), 8, 8, clock)
     (line,) = lines(tmp_path / "metrics.jsonl")

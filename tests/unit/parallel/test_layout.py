@@ -81,15 +81,15 @@ def test_context_is_inside_the_shards_and_experts_reuse_all_ranks(run: Callable)
     }
 
 
-def over_stages(dims: ParallelDims) -> tuple[float, dict[str, float]]:
+def over_stages(dims: ParallelDims) -> dict[str, float]:
     layout = dims.layout("cpu")
     stage = layout.rank(PP)
-    mine = {f"layers.{stage}": torch.tensor(float(stage))}
-    return layout.mean_over_stages(1.0 + stage), {name: x.item() for name, x in layout.of_all_stages(mine).items()}
+    mine = {f"layers.{stage}": torch.tensor(float(stage)), "flops": torch.tensor(1.0 + stage)}
+    return {name: x.item() for name, x in layout.of_all_stages(mine).items()}
 
 
 def test_what_stages_have_is_put_together() -> None:
-    assert run_on(2, over_stages, ParallelDims(pp=2)) == [(1.5, {"layers.0": 0.0, "layers.1": 1.0})] * 2
+    assert run_on(2, over_stages, ParallelDims(pp=2)) == [{"layers.0": 0.0, "flops": 3.0, "layers.1": 1.0}] * 2
 
 
 def links(dims: ParallelDims, num_near: int) -> dict:

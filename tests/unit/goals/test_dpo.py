@@ -55,6 +55,15 @@ def test_the_loss_of_one_pair_by_hand() -> None:
     )
 
 
+def test_a_pair_of_equal_rewards_is_not_right() -> None:
+    """As TRL counts: a policy that is its reference has an accuracy of 0."""
+    labels, documents = torch.tensor([[1, IGNORE_INDEX, 2, IGNORE_INDEX]]), torch.tensor([[0, 0, 1, 1]])
+    batch = Batch(torch.zeros_like(labels), labels, torch.zeros_like(labels), documents)
+    logits = torch.randn(1, 4, 3)
+    _, metrics = dpo(Given(logits, logits), batch)
+    assert pairs(batch) == 1 and float(metrics["preference_accuracy"]) == 0
+
+
 def test_rows_without_pairs_count_nothing() -> None:
     empty = torch.full((2, 4), IGNORE_INDEX)
     zeros = torch.zeros(2, 4, dtype=torch.int64)

@@ -1,11 +1,13 @@
 """Files that a command is asked to write."""
 
+import os
 from pathlib import Path
 
 import pytest
 
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.run.files import check_result, write_result
+from torchtitan_graph.small_files import write_text
 
 
 def test_what_could_not_be_written_is_refused_before_the_work(tmp_path: Path) -> None:
@@ -35,3 +37,14 @@ def test_a_full_disk_is_told_and_a_device_stays_one() -> None:
     with pytest.raises(UserError, match="-o /dev/full: can't be written: No space left on device"):
         write_result("-o", full, "x")
     assert full.is_char_device()
+
+
+def test_new_content_is_on_disk_before_it_replaces_the_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a crash of the machine may leave the new name with no content."""
+    path, flushed = tmp_path / "x.json", []
+    path.write_text("old")
+    monkeypatch.setattr(
+        os, "fsync", lambda _: flushed.append((path.with_name("x.json.tmp").read_text(), path.read_text()))
+    )
+    write_text(path, "new")
+    assert flushed == [("new", "old")] and path.read_text() == "new"

@@ -89,11 +89,13 @@ class ShuffledCorpus:
         return {"train": total - held_out, "validation": held_out, "all": total}[self.split]
 
     def documents(self, lane: int, epoch: int, start: int) -> Iterator[tuple[int, Document]]:
-        total, key = len(self.source), (self._seed, epoch)
-        ahead = _PREPARED if is_remote(self.source) else 0
-        for index in range(start, end := (total - lane - 1) // self.num_lanes + 1):
-            for later in range(index + ahead * (index > start), min(index + ahead + 1, end)) if ahead else ():
-                self.source.prepare(shuffled(later * self.num_lanes + lane, total, key))  # type: ignore[attr-defined]
+        source, total, key = self.source, len(self.source), (self._seed, epoch)
+        end = (total - lane - 1) // self.num_lanes + 1
+        prepared = start if is_remote(source) else end
+        for index in range(start, end):
+            while prepared < min(index + 1 + _PREPARED, end):
+                source.prepare(shuffled(prepared * self.num_lanes + lane, total, key))  # type: ignore[attr-defined]
+                prepared += 1
             document = shuffled(index * self.num_lanes + lane, total, key)
             if in_split(self.split, self.source.identity(document), self._threshold):
                 Reading.documents += 1

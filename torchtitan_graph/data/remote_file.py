@@ -74,11 +74,12 @@ class RemoteFile(DataFile):
                 self.check()
                 self._check_at = time.monotonic() + _CHECK_S
         else:
-            self._file_system()
             for number in range(start // CHUNK, (start + count - 1) // CHUNK + 1):
-                if (coming := self._coming.pop(number, None)) is not None:
-                    coming.result()
-                self._fill(blocks, number)
+                if not blocks.there[number]:
+                    self._file_system()
+                    if (coming := self._coming.pop(number, None)) is not None:
+                        coming.result()
+                    self._fill(blocks, number)
             with refuse_unreadable(str(blocks.data)):
                 content = os.pread(blocks.descriptor, count, start)
         count_read(len(content))
@@ -87,12 +88,13 @@ class RemoteFile(DataFile):
     def prepare(self, start: int, count: int) -> None:
         if count <= 0 or (blocks := self._open()) is None:
             return
-        self._file_system()
         for number in range(start // CHUNK, (min(start + count, self.size) - 1) // CHUNK + 1):
-            if not blocks.there[number] and number not in self._coming:
-                if not _free.acquire(blocking=False):
-                    return
-                self._coming[number] = _in_background(partial(self._fill, blocks, number), _free.release)
+            if not blocks.there[number]:
+                self._file_system()
+                if number not in self._coming:
+                    if not _free.acquire(blocking=False):
+                        return
+                    self._coming[number] = _in_background(partial(self._fill, blocks, number), _free.release)
 
     def chunks(self) -> Iterator[bytes]:
         self._open()  # not by each thread

@@ -14,6 +14,7 @@ from torchtitan_graph.config import JobConfig, load
 from torchtitan_graph.config.addresses import is_address, is_pattern
 from torchtitan_graph.config.job import OPTIONS, is_set, put
 from torchtitan_graph.config.resolve import COMMAND_LINE
+from torchtitan_graph.data.addresses import list_files
 from torchtitan_graph.errors import UserError, listed
 from torchtitan_graph.open_model import find_files
 from torchtitan_graph.patience import near_path, refuse_unreadable
@@ -119,7 +120,9 @@ def _choose_sets(config: JobConfig, sets: Sequence[str]) -> None:
             raise UserError(f"--set {each}: must be NAME=PATH")
         place = Path(path).expanduser()
         with refuse_unreadable(f"--set {each}"):
-            if not is_address(path) and not is_pattern(path) and not place.exists():
+            if is_address(path):
+                list_files(f"--set {name}", path)  # raises if there is nothing, before anything is traced
+            elif not is_pattern(path) and not place.exists():
                 raise UserError(f"--set {each}: there is no such file or folder{near_path(place)}")
         rows.append({"name": name, "dataset_path": path, **common})
     try:

@@ -57,6 +57,15 @@ def test_a_missing_set_is_refused_before_anything_is_built(tmp_path: Path, capsy
     assert f"{tmp_path / 'held_out.jsonl'}?" in said
 
 
+def test_a_missing_set_at_an_address_is_refused_before_anything_is_built(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert main([str(tmp_path), "--set", "x=memory://nothing/here.jsonl"]) == 2
+    said = capsys.readouterr().err
+    assert "--set x = 'memory://nothing/here.jsonl': there is no such file or folder" in said
+
+
 def test_a_set_is_called_as_it_was_given() -> None:
     sets = ["x=a.jsonl", "y=b.jsonl"]
     given = "validation.sets, entry 2: validation.dataset_path = 'b.jsonl': holds no documents"

@@ -120,9 +120,24 @@ def test_a_resumed_stream_does_not_read_again_the_shards_that_are_done(tmp_path,
     resumed.load_state_dict(state)
     assert [next(resumed).tokens_BL.tolist() for _ in range(5)] == expected
     assert {*opened.read_text().split()} == {"1", "3", "4", "5"}  # 0 and 2 are the first ones of two lanes
-    resumed = loader()
-    resumed.load_state_dict({**state, "resumes": []})  # of an earlier release
-    assert [next(resumed).tokens_BL.tolist() for _ in range(5)] == expected
+    others = [[lane, document, "0.1", {}] for lane, document, *_ in state["resumes"]]
+    for resumes in ([], others):  # of an earlier release, and of another one of `datasets`
+        resumed = loader()
+        opened.unlink()
+        resumed.load_state_dict({**state, "resumes": resumes})
+        assert [next(resumed).tokens_BL.tolist() for _ in range(5)] == expected
+        assert {*opened.read_text().split()} == {"0", "1", "2", "3", "4", "5"}
+
+
+def test_where_a_stream_goes_on_is_told_by_the_rank_that_read_furthest():
+    common = {"rows": 8, "counted": [0] * 15, "counts": [0] * 15}
+    ahead, behind = [512, "5.0", {"shard": 1}], [256, "5.0", {"shard": 0}]
+    states = [
+        {**common, "lanes": [[4, 0, 520, 3], [2, 0, 260, 0]], "resumes": [[0, *ahead], [1, *behind]]},
+        {**common, "lanes": [[3, 0, 400, 3], [4, 0, 530, 0]], "resumes": [[0, *behind], [1, *ahead]]},
+    ]
+    assert merge_states(states)["resumes"] == [[0, *ahead], [1, *ahead]]
+    assert "resumes" not in merge_states([{key: x for key, x in state.items() if key != "resumes"} for state in states])
 
 
 def test_missing_column_of_a_stream_is_named(stream):

@@ -13,6 +13,7 @@ from torchtitan_graph.data.entropy import unigram_entropy
 from torchtitan_graph.data.open_corpus import validation_corpus
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.metrics.jsonl import read_records
+from torchtitan_graph.small_files import check_type
 
 
 class Step(TypedDict):
@@ -30,7 +31,10 @@ class Record(Step, total=False):
 def main(folder: Path) -> int:
     metrics = folder / "metrics.jsonl"
     try:
-        records = read_records(metrics, Record)
+        records = [
+            check_type(record, Record, f"{metrics}, line {number}")
+            for number, record in enumerate(read_records(metrics), 1)
+        ]
     except OSError as error:
         raise UserError(f"{metrics}: can't be read ({error.strerror}); name the folder of a run") from error
     validated = [(record["step"], record["validation_loss"]) for record in records if "validation_loss" in record]

@@ -32,6 +32,7 @@ from torchtitan_graph.log import logger
 from torchtitan_graph.patience import refuse_unreadable, retry_io
 
 _AT_ONCE, _SMALL_AT_ONCE = 8, 32  # requests for blocks, and for small files
+_LOOK_S = 0.02  # between two looks at whether another process has read a block
 _CHECK_S = 30.0  # between two looks at whether a file that is not kept has changed
 
 
@@ -301,7 +302,15 @@ class _Blocks:
 
     @contextlib.contextmanager
     def locked(self, number: int) -> Iterator[None]:
-        fcntl.lockf(self._marks, fcntl.LOCK_EX, 1, number)
+        """Hold the lock of a block, which ends with the process."""
+        while True:
+            try:
+                # Not a call that waits: where threads of two processes wait for each other's blocks, the system takes
+                # that for a deadlock of the processes, though other threads of theirs hold them.
+                fcntl.lockf(self._marks, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, number)
+                break
+            except (BlockingIOError, PermissionError):
+                time.sleep(_LOOK_S)
         try:
             yield
         finally:

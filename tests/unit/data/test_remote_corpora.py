@@ -408,3 +408,28 @@ def test_storage_that_does_not_answer_a_worker_is_named_as_storage(monkeypatch, 
     with pytest.raises(OSError, match="ConnectionResetError") as error:
         next(data)
     assert is_transient(pickle.loads(pickle.dumps(error.value)))
+
+
+def wait_for_each_other(folder: Path, there: Connection) -> None:
+    blocks = remote_file._Blocks(folder, 2)
+    with blocks.locked(1):
+        waiting = Thread(target=lambda: blocks.locked(0).__enter__(), daemon=True)
+        waiting.start()
+        time.sleep(0.2)  # until it waits
+        there.send("waits")
+        time.sleep(0.3)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_two_processes_may_each_wait_for_a_block_of_the_other_s(tmp_path):
+    """The system takes that for a deadlock, and an error, though other threads hold the blocks."""
+    (tmp_path / "data").touch()
+    blocks = remote_file._Blocks(tmp_path, 2)
+    found, there = FORK.Pipe(duplex=False)
+    with blocks.locked(0):
+        process = FORK.Process(target=wait_for_each_other, args=(tmp_path, there), daemon=True)
+        process.start()
+        assert found.recv() == "waits"
+        with blocks.locked(1):
+            pass
+    process.join()

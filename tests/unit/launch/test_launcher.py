@@ -229,3 +229,15 @@ def test_without_options_of_torchrun_it_starts_what_is_asked_for_on_this_machine
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == CONFIGURATION and "1 problem" in done.stderr, done.stderr
     assert "training.steps = 'few'" in done.stderr
+
+
+def test_each_launch_has_a_name_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers of one take the lock of an earlier attempt over at once; in containers host and process id may be equal."""
+    names = set()
+    for _ in range(2):
+        for name in ("PET_RDZV_ID", "OMP_NUM_THREADS", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"):
+            monkeypatch.setenv(name, "")  # so that it is taken back at the end
+            monkeypatch.delenv(name)
+        on_this_machine(1, tmp_path)
+        names.add(os.environ["PET_RDZV_ID"])
+    assert len(names) == 2

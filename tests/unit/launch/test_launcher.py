@@ -232,7 +232,7 @@ def test_without_options_of_torchrun_it_starts_what_is_asked_for_on_this_machine
 
 
 def test_each_launch_has_a_name_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers of one take the lock of an earlier attempt over at once; in containers host and process id may be equal."""
+    """Workers take the lock of an earlier attempt over at once. In containers host and process id may be equal."""
     names = set()
     for _ in range(2):
         for name in ("PET_RDZV_ID", "OMP_NUM_THREADS", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"):

@@ -131,6 +131,7 @@ def test_a_run_that_has_lost_its_folder_writes_nothing_there(tmp_path: Path, cap
     assert "this run is finished is not written" in caplog.text
     left = {path.name: path.read_text() for path in tmp_path.iterdir() if path.is_file() and path.suffix != ".tmp"}
     assert left == dict.fromkeys(("run.lock", "status.json", "config.toml"), "the other's")
+    assert (tmp_path / "run.reserve").exists(), "the other needs it"
 
 
 def test_a_file_system_that_takes_no_heartbeat_is_refused_at_start(

@@ -300,6 +300,16 @@ def test_a_lock_that_is_released_while_another_looks_at_it_is_free(tmp_path: Pat
     Lock(tmp_path, wait=lambda seconds: first.release())
 
 
+def test_another_with_the_same_host_and_process_id_is_told_apart(tmp_path: Path) -> None:
+    first = Lock(tmp_path)
+    first.path.unlink()
+    second = Lock(tmp_path)
+    with pytest.raises(FolderLost, match="another run has taken it"):
+        first.check()
+    first.release()
+    second.check()
+
+
 def test_a_file_system_without_links_has_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_links(*_: object) -> None:
         raise PermissionError(errno.EPERM, "Operation not permitted")

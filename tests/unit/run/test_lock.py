@@ -49,7 +49,7 @@ def can_unshare() -> bool:
 def _look_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lock_module, "LOOK_EVERY_S", 0.02)
     monkeypatch.setattr(lock_module, "SEEN_WITHIN_S", 0.2)
-    monkeypatch.setattr(lock_module, "QUIET_S", 0.05)
+    monkeypatch.setattr(lock_module, "QUIET_S", 1.0)
 
 
 @contextmanager

@@ -62,3 +62,11 @@ def test_an_optimizer_of_a_sharded_module_is_traced() -> None:
     gradients = [torch.ones_like(p).detach() for p in model.parameters()]
     run_traced(minimal_fx_tracer(step, model, optimizer)(gradients), model, optimizer)(gradients)
     assert all(torch.equal(p.to_local(), x - 0.5) for p, x in zip(model.parameters(), before, strict=True))  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("capture", CAPTURES)
+def test_a_module_that_torch_compiles_is_captured_as_itself(capture: str) -> None:
+    """Its wrapper has a length that can't be asked for."""
+    model = torch.compile(nn.Linear(3, 3), backend="eager")
+    run = run_traced(CAPTURES[capture](lambda x: model(x), model)(X), model)
+    assert torch.equal(run(X), model._orig_mod(X))

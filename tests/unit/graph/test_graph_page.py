@@ -19,39 +19,40 @@ from torchtitan_graph.graph.meta import KEYS
 from torchtitan_graph.parallel.verify import same_bits
 
 DOCS = Path(__file__).parents[3] / "docs"
-BLOCKS = [
-    block
-    for page in ("extend/tracing.md", "reference/graph.md")
-    for block in re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
-]
 
 
-def test_the_first_block_traces_and_runs() -> None:
+def blocks(page: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
+
+
+TRACES, *_, TAKES_SIZES = blocks("extend/tracing.md")  # tests/unit/formats/test_tracing_page.py runs all of them
+TELLS_PLACES, KEEPS_META, *_ = blocks("reference/graph.md")
+
+
+def test_the_first_block_of_tracing_traces_and_runs() -> None:
     names: dict = {}
-    exec(BLOCKS[0], names)
+    exec(TRACES, names)
     assert names["loss"].shape == ()
-    assert [g.shape for g in names["gradients"]] == [(8, 4)]
+    assert [g.shape for g in names["gradients"]] == [(8, 4), (8,), (4, 8), (4,)] * 2
 
 
-def test_the_second_block_takes_other_sizes() -> None:
+def test_its_last_block_takes_other_sizes() -> None:
     names: dict = {}
-    exec(BLOCKS[0] + BLOCKS[1], names)
+    exec(TRACES + TAKES_SIZES, names)
     with pytest.raises(UserError, match=r"x.shape\[0\] is 65: the trace holds for 2 to 64"):
         names["run"](torch.zeros(65, 4))
 
 
-def test_the_third_block_tells_where_nodes_were_made(capsys: pytest.CaptureFixture[str]) -> None:
-    first = BLOCKS[0].replace("minimal_fx_tracer(step,", "minimal_fx_tracer(step, call_hierarchy=True,")
-    assert first != BLOCKS[0]
-    exec(first + BLOCKS[2], {})
+def test_the_first_block_of_the_graph_tells_where_nodes_were_made(capsys: pytest.CaptureFixture[str]) -> None:
+    first = TRACES.replace("minimal_fx_tracer(step,", "minimal_fx_tracer(step, call_hierarchy=True,")
+    assert first != TRACES
+    exec(first + TELLS_PLACES, {})
     assert " backward " in capsys.readouterr().out
 
 
-def test_the_fourth_block_keeps_what_nodes_carry() -> None:
+def test_its_second_block_keeps_what_nodes_carry() -> None:
     names: dict = {}
-    exec(
-        BLOCKS[0].replace("minimal_fx_tracer(step,", "minimal_fx_tracer(step, call_hierarchy=True,") + BLOCKS[3], names
-    )
+    exec(TRACES.replace("minimal_fx_tracer(step,", "minimal_fx_tracer(step, call_hierarchy=True,") + KEEPS_META, names)
     gm, again, forgets = names["traced"].gm, names["again"], Transformer(names["traced"].gm).transform()
     carried = [[[*map(n.meta.get, (*KEYS, "call_hierarchy"))] for n in each.graph.nodes] for each in (gm, again)]
     assert carried[0][:-1] == carried[1][:-1]  # the output has none

@@ -39,7 +39,7 @@ def set_read_only(disk: Path, read_only: bool = True) -> None:
 
 @contextlib.contextmanager
 def disk_that_hangs(place: Path) -> Iterator[tuple[Path, Callable[[bool], None]]]:
-    """Give a disk at `place`, and a function that lets every write to it wait, or lets them go on."""
+    """Mount a disk at `place`, and yield a function that blocks all writes to it, or unblocks them."""
     image = place.with_suffix(".image")
     place.mkdir()
     with image.open("wb") as file:

@@ -1,7 +1,7 @@
 """Whatever tests start ends with them, however pytest ends: by Ctrl-C, by a kill, or by itself.
 
 Processes that pytest starts have a mark in their environment, and so have those that they start in turn, also in a
-session of their own. A watcher, a process beside pytest, kills all that have it once pytest is gone. Only on Linux.
+session of their own. A watcher process kills all that have it once pytest has ended. Only on Linux.
 """
 
 import contextlib

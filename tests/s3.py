@@ -90,7 +90,7 @@ class Store:
         self._send("PUT", f"/{BUCKET}")
 
     def delete_bucket(self) -> None:
-        """Let the bucket vanish, with all that is in it."""
+        """Delete the bucket and its objects."""
         for key in self.list_keys():
             self._send("DELETE", f"/{BUCKET}/{key}")
         self._send("DELETE", f"/{BUCKET}")
@@ -136,7 +136,7 @@ _SIGNED = "AWS4-HMAC-SHA256 Credential=testing/20200101/us-east-1/s3/aws4_reques
 
 @contextlib.contextmanager
 def found_by(env: dict[str, str]) -> Iterator[None]:
-    """Let fsspec in this process find the server of `Store.env`."""
+    """Point fsspec in this process at the server of `Store.env`."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in env.items():
             patch.setenv(name, value)
@@ -171,7 +171,7 @@ class _Server(ThreadingHTTPServer):
     block_on_close = False
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing: clients go away."""
+        """Print no traceback when a client disconnects."""
 
 
 class _Proxy(BaseHTTPRequestHandler):
@@ -183,7 +183,7 @@ class _Proxy(BaseHTTPRequestHandler):
         super().__init__(*arguments)
 
     def log_message(self, format: str, *arguments: Any) -> None:
-        """Say nothing."""
+        """Log no request."""
 
     def _handle(self) -> None:
         action = self.store.next_action(self.command, self.path)

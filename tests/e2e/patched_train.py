@@ -45,13 +45,13 @@ def have_a_little_memory() -> None:
 
 
 def have_no_patience() -> None:
-    """Wait for storage that is away not at all."""
+    """Retry no error of storage."""
     patience.WAIT_S = 0.0
     find_s3()
 
 
 def find_s3() -> None:
-    """Let fsspec, which is imported already, find the server of `s3.Store.env`; ask it again soon."""
+    """Point fsspec, already imported, at the server of `s3.Store.env`, and shorten the pauses between retries."""
     fsspec.config.set_conf_env(fsspec.config.conf)
     patience.FIRST_S, patience.EVERY_S = 0.05, 0.2
 
@@ -143,7 +143,7 @@ def lose_storage() -> None:
 
 
 def short_life() -> None:
-    """Give the lock of the run's folder a life of 4 s."""
+    """Let the lock of the run's folder expire after 4 s."""
     folder.HEARTBEAT_S = 0.05
     folder.Lock = functools.partial(lock.Lock, stale_after_s=4.0)  # type: ignore[assignment, misc]
 

@@ -21,7 +21,7 @@ class Busy(BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def log_message(self, format: str, *arguments: object) -> None:
-        """Say nothing."""
+        """Log no request."""
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """A folder on the node's disk for what all its processes share: blocks of remote files, unpacked files, indexes.
 
 Note [Entries of the cache]: an entry is a folder, named by a hash of what it holds and of the version of the file that
-it was made from; so what a run reads of a file that was written anew is another entry. A process that uses an entry
+it was made from; so a file that was rewritten has another entry. A process that uses an entry
 holds a shared lock on its file `used`, which the system releases however the process ends; an entry that nobody uses is
 deleted, the one used longest ago first, when room is needed. `whole` is in an entry once it was made completely: it is
 written under another name, by one process, while others wait for its lock.

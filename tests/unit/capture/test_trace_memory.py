@@ -1,4 +1,4 @@
-"""What a function does with a tensor's memory, beside operators, is refused by name and line: a trace has none."""
+"""Access to a tensor's memory without an operator is refused by name and line: a trace has no memory."""
 
 import ctypes
 import threading

@@ -1,4 +1,4 @@
-"""Patience with storage: transient errors are retried; a full disk and a missing file are told at once.
+"""Patience with storage: transient errors are retried; a full disk and a missing file are errors at once.
 
 If a transient error persists, the run ends with an exit code of its own, after which launchers start it again.
 """

@@ -148,9 +148,9 @@ def main() -> None:
     parser.add_argument(
         "--special_tokens", action="store_true", help="read special tokens where text spells them out; else it is text"
     )
-    parser.add_argument("--num_documents", type=int, help="stop after so many documents")
+    parser.add_argument("--num_documents", type=int, metavar="N", help="stop after N documents")
     parser.add_argument("--num_workers", type=int, default=0, help="processes that tokenise; streams use none")
-    parser.add_argument("--tokens_per_shard", type=int, default=2**26, help="a shard ends behind so many tokens")
+    parser.add_argument("--tokens_per_shard", type=int, default=2**26, metavar="N", help="end a shard after N tokens")
     parser.add_argument("--out", type=Path, required=True, help="folder to write; OUT.part while it is in the making")
     options = parser.parse_args()
     for name, least in (("tokens_per_shard", 1), ("num_documents", 1), ("num_workers", 0)):

@@ -51,7 +51,9 @@ def main() -> None:
     parser.add_argument("--dataset_path", help="as training.dataset_path")
     add_option(parser, "training.columns")
     add_option(parser, "training.on_bad_row")
-    parser.add_argument("--num_documents", type=int, help="stop after so many documents; needed for the hub's corpora")
+    parser.add_argument(
+        "--num_documents", type=int, metavar="N", help="stop after N documents; needed for the hub's corpora"
+    )
     parser.add_argument("--vocab_size", type=int, default=2048, help="tokens, with 256 bytes and 2 special ones")
     parser.add_argument("--out", type=Path, required=True, help="folder to write tokenizer.json and its config into")
     options = parser.parse_args()

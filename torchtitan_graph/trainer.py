@@ -87,7 +87,7 @@ from torchtitan_graph.torch_private.distributed import set_timeout
 if TYPE_CHECKING:
     from torchtitan_graph.replicas.replicas import Replicas
 
-# A rank's flag, beside those of its saves: the run's folder is lost. Larger than the number of any signal.
+# A rank's flag for a lost run's folder; its saves have flags of their own. Larger than the number of any signal.
 LOST = 1024
 GC_STEPS = 50  # steps between Python's garbage collections, so that all ranks collect together
 

@@ -99,7 +99,7 @@ class Remote:
     def entries(self) -> dict[str, dict[str, Any]]:
         """Return the entries of this folder by name, as fsspec describes them; none where there is no folder.
 
-        A bucket that does not exist is an error: a run must not begin anew because its bucket is away.
+        A bucket that does not exist is an error: a run must not start from step 0 because its bucket can't be reached.
         """
         # Not `find` or `glob`, for which unreachable storage is an empty folder.
         self.fs.invalidate_cache()  # other processes write here too

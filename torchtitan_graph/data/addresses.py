@@ -23,7 +23,7 @@ class Found(NamedTuple):
 
     address    of the file itself
     name       below the folder that was asked for, or of the file alone
-    version    changes when the file is written anew, as far as its file system tells
+    version    changes when the file is rewritten, as far as its file system shows
     """
 
     address: str
@@ -111,8 +111,8 @@ def _found(fs: Any, info: dict[str, Any], path: str, root: str) -> Found:
 
 def _version(info: dict[str, Any]) -> tuple[tuple[str, str], ...]:
     for keys in (_VERSION, _TIME):
-        if told := tuple((key, _text(info[key])) for key in keys if info.get(key) is not None):
-            return told
+        if stamps := tuple((key, _text(info[key])) for key in keys if info.get(key) is not None):
+            return stamps
     return ()
 
 

@@ -39,7 +39,7 @@ class Fed(NamedTuple):
 
 
 def bench(config: job.JobConfig, num_ranks: int, seconds: float) -> list[str]:
-    """Return lines on what a node's ranks read in so many seconds, all at the same time.
+    """Return a report of what a node's ranks read within some seconds, all at the same time.
 
     Raises UserError if the data can't be read.
     """
@@ -112,7 +112,7 @@ def _read(rank: _Rank, together: Barrier) -> Fed:
     first = time.perf_counter()
     try:
         together.wait()
-    except Exception as error:  # another rank's error has ended it, and is told by that one
+    except Exception as error:  # another rank failed first, and reports its own error
         raise UserError("") from error
     before = data.documents, data.bytes_read
     begin, rows, tokens = time.perf_counter(), 0, 0

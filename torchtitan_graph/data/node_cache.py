@@ -218,7 +218,7 @@ def _build_what_is_gone() -> list[np.ndarray]:
 
 
 class _Used(NamedTuple):
-    """Bytes of entries: all that they may become as they are, and at least so many that are written.
+    """Bytes of entries: the most that they may grow to (`reserved`), and the least that are on disk (`written`).
 
     See Note [Entries of the cache].
     """

@@ -62,7 +62,7 @@ class Lock:
     Args:
         folder: made if it is not there.
         stale_after_s: seconds without a heartbeat after which others take the lock over; the same for all of them.
-        wait: waits so many seconds before the next look at another's lock; returns true to look no longer.
+        wait: sleeps for a number of seconds before the next look at another's lock; returns true to stop looking.
 
     Raises:
         FolderHeld: another process has the lock, or `wait` returned true.
@@ -249,7 +249,7 @@ def _look(path: Path) -> _Seen:
 
 
 def _changed(path: Path, seen: _Seen, within_s: float, wait: Callable[[float], object]) -> _Seen | None:
-    """Watch a lock for so many seconds by this process's clock; return it as soon as it changes, or `wait` returns
+    """Watch a lock for `within_s` seconds of this process's clock; return it as soon as it changes, or `wait` returns
     true, else None."""
     deadline = time.monotonic() + within_s
     while (left := deadline - time.monotonic()) > 0:

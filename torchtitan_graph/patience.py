@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
-from torchtitan_graph.transient import causes, is_transient
+from torchtitan_graph.transient import causes, is_missing_bucket, is_transient
 
 T = TypeVar("T")
 
@@ -101,12 +101,18 @@ class Patience:
         return True
 
 
-def retry_io(function: Callable[[], T]) -> T:
-    """Call a function again while it raises transient errors, for up to five minutes from the first of them."""
+def retry_io(function: Callable[[], T], is_new: bool = False) -> T:
+    """Call a function again while it raises transient errors, for up to five minutes from the first of them.
+
+    is_new: whether a run asks its bucket for the first time. A bucket that is missing then is a mistake in its name,
+        and no waiting helps; one that was there may come back.
+    """
     patience = Patience()
     while True:
         try:
             return function()
         except Exception as error:
+            if is_new and is_missing_bucket(error):
+                error.__dict__["transient"] = False
             if not is_transient(error) or not patience.wait(error):
                 raise

@@ -15,11 +15,13 @@ TRANSIENT = {getattr(errno, name) for name in _ERRNOS.split() if hasattr(errno, 
 # HTTP: request timeout, too early, too many requests; and those of the server's own errors that no waiting ends.
 _STATUSES, _LASTING = {408, 425, 429}, {501, 505, 506, 507, 508, 510, 511}
 # Codes in an answer of S3 that say more than its HTTP status. NoSuchUpload, to the second try of a request to end an
-# upload in parts, whose first answer was lost: the upload can be begun again.
+# upload in parts, whose first answer was lost: the upload can be begun again. NoSuchBucket, of a bucket that was there
+# before: a store that is repaired or restarted may answer so.
+_NO_BUCKET = "NoSuchBucket"
 _S3_CODES = {
     *("RequestTimeout", "SlowDown", "Throttling", "ThrottlingException", "RequestThrottled", "InternalError"),
     *("ServiceUnavailable", "BadDigest", "IncompleteBody", "XAmzContentSHA256Mismatch", "OperationAborted"),
-    "NoSuchUpload",
+    *("NoSuchUpload", _NO_BUCKET),
 }
 
 _HTTPX = "NetworkError ProxyError RemoteProtocolError TimeoutException"
@@ -66,6 +68,11 @@ def is_transient(error: BaseException) -> bool:
         if status is not None:
             return s3_code in _S3_CODES or status in _STATUSES or (status >= 500 and status not in _LASTING)
     return any(map(_is_transient_alone, errors))
+
+
+def is_missing_bucket(error: BaseException) -> bool:
+    """Return whether an object store has answered that it has no such bucket."""
+    return any(_answer(each)[1] == _NO_BUCKET for each in causes(error))
 
 
 def is_lost_peer(error: BaseException) -> bool:

@@ -195,7 +195,7 @@ def _find_remote(
     full = [step for step, candidate in steps.items() if not candidate.model_only]
     oldest = max(full, default=-1) + 1 if config.load_step < 0 else 0
     found = {}
-    for step, remote in Remote(config.remote_folder).list_steps().items():
+    for step, remote in Remote(config.remote_folder, is_new=not steps).list_steps().items():
         if step < oldest or step in steps or remote.address in problems:
             continue
         candidate = _inspect(remote, step_folder(folder, step), step)
@@ -273,7 +273,7 @@ def _choose_initial(folder: Path, config: job.Checkpoint, problems: dict[str, st
     option = f"checkpoint.initial_load_path = {config.initial_load_path!r}"
     if fetched:
         with using("initial_load_path", place):
-            initial = _find_initial(Remote(place).stored(), Path(fetched[0]), problems)
+            initial = _find_initial(Remote(place, is_new=True).stored(), Path(fetched[0]), problems)
             inside = [remote.address for remote in Remote(place).list_steps().values()]
     else:
         path = Path(place)

@@ -55,7 +55,9 @@ class Remote:
     Every method may raise any error of a file system that is unreachable or refuses; transient ones are retried first.
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, is_new: bool = False) -> None:
+        """`is_new` is as in `retry_io`."""
+        self._is_new = is_new
         self.address = address.removesuffix("/")
         self.fs, path = url_to_fs(self.address)  # cached: opening one again costs nothing
         self.path = path.rstrip("/")
@@ -84,7 +86,7 @@ class Remote:
     def _list_flat(self) -> dict[str, dict[str, Any]]:
         """Return the entries of each folder, listed in one request; of a large store one for some thousand files."""
         self.fs.invalidate_cache()  # other processes write here too
-        found = retry_io(lambda: self.fs.find(self.path, detail=True, prefix=_BEGIN))
+        found = retry_io(lambda: self.fs.find(self.path, detail=True, prefix=_BEGIN), self._is_new)
         listed: dict[str, dict[str, Any]] = {}
         for path, entry in found.items():
             folder, _, name = path.removeprefix(f"{self.path}/").partition("/")
@@ -104,7 +106,7 @@ class Remote:
         # Not `find` or `glob`, for which unreachable storage is an empty folder.
         self.fs.invalidate_cache()  # other processes write here too
         try:
-            entries = retry_io(lambda: self.fs.ls(self.path, detail=True))
+            entries = retry_io(lambda: self.fs.ls(self.path, detail=True), self._is_new)
         except FileNotFoundError as error:
             if self._is_flat and error.__cause__ is not None:  # the store's own answer: an empty folder has none
                 raise
@@ -142,7 +144,7 @@ class Remote:
     def delete(self, names: Iterable[str]) -> None:
         """Delete files of this folder; those that are not there are no error."""
         for name in names:
-            with contextlib.suppress(FileNotFoundError):  # such as after a first try whose answer was lost
+            with _missing_file():  # such as after a first try whose answer was lost
                 retry_io(functools.partial(self.fs.rm_file, f"{self.path}/{name}"))
 
     def delete_folder(self) -> None:
@@ -209,12 +211,22 @@ class Stored(Remote):
             raise UserError(f"its {name} has {self.files[name]:,} bytes, more than the {MAX_BYTES:,} that it may have")
         with tempfile.TemporaryDirectory() as folder:
             if name in self.files:  # the reader has the message for a missing file
-                with contextlib.suppress(FileNotFoundError):
+                with _missing_file():
                     self.get([name], Path(folder))
             found = reader(Path(folder))
         if key is not None:
             self._read_before[key] = found
         return found
+
+
+@contextlib.contextmanager
+def _missing_file() -> Iterator[None]:
+    """Go on without a file that is not there; a bucket that is gone is an error."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        if is_transient(error):
+            raise
 
 
 @contextlib.contextmanager

@@ -39,13 +39,15 @@ class Listing(NamedTuple):
     files: list[Found]
 
 
-def list_files(option: str, address: str) -> Listing:
+def list_files(option: str, address: str, is_new: bool = True) -> Listing:
     """Return the files at an address: one, those that a pattern matches, or all in a folder, at any depth.
+
+    is_new: as in `retry_io`.
 
     Raises UserError, which begins with the option, if there is none, or the address can't be listed.
     """
     with refuse_unlisted(f"{option} = {address!r}"):
-        return retry_io(lambda: _list_files(option, address))
+        return retry_io(lambda: _list_files(option, address), is_new)
 
 
 def find_change(fs: Any, path: str, file: Found) -> str | None:

@@ -144,10 +144,11 @@ def open_corpus(
     return open_hub(name, reading, split, seed)
 
 
-def list_corpora(config: JobConfig, to_validate: bool = False) -> dict[str, Listing]:
+def list_corpora(config: JobConfig, to_validate: bool = False, is_new: bool = True) -> dict[str, Listing]:
     """Return the files at each address that a job names, so that all its ranks read the same, and one asks for them.
 
     to_validate: only those that validation reads.
+    is_new: as in `retry_io`.
 
     Raises UserError, with the option, if there is none at one of them.
     """
@@ -156,7 +157,7 @@ def list_corpora(config: JobConfig, to_validate: bool = False) -> dict[str, List
 
     def add(option: str, path: str | None) -> None:
         if path and is_address(path) and not path.startswith("file://") and path not in found:
-            found[path] = list_files(option, path)
+            found[path] = list_files(option, path, is_new)
 
     corpora: Sequence[job.Validation | job.ValidationSet] = validation.sets or [validation]
     if to_validate and all(each.dataset or each.dataset_path for each in corpora):

@@ -30,6 +30,7 @@ from torchtitan_graph.data.node_cache import Entry, Full, NodeCache
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
 from torchtitan_graph.patience import refuse_unreadable, retry_io
+from torchtitan_graph.transient import is_transient
 
 _AT_ONCE, _SMALL_AT_ONCE = 8, 32  # requests for blocks, and for small files
 _LOOK_S = 0.02  # between two looks at whether another process has read a block
@@ -118,6 +119,8 @@ class RemoteFile(DataFile):
             try:
                 change = retry_io(lambda: find_change(*self._file_system()[1:], self._found))
             except FileNotFoundError as error:
+                if is_transient(error):  # the whole bucket is gone
+                    raise
                 what = "was deleted while the run reads it; put it back, and start again"
                 raise UserError(f"{self.path}: {what}") from error
         if change:

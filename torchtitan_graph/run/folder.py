@@ -216,7 +216,7 @@ def _compare_remote(address: str, config: JobConfig, compared: bytes | None) -> 
     with tempfile.TemporaryDirectory() as folder:
         saved = Path(folder, CONFIG)
         with using("remote_folder", address):
-            remote = Remote(address)
+            remote = Remote(address, is_new=compared is None)
             is_there = CONFIG in remote.sizes()
             if is_there and remote.list_steps():
                 remote.get([CONFIG], saved.parent)

@@ -2,19 +2,25 @@
 
 import contextlib
 import difflib
+import itertools
+import re
 from collections.abc import Iterator
 from datetime import datetime
 from typing import Any, NamedTuple
 
+from fsspec import AbstractFileSystem
+from fsspec.asyn import AsyncFileSystem
 from fsspec.core import url_to_fs
+from fsspec.utils import glob_translate
 
 from torchtitan_graph.config.addresses import find_bad_address, is_pattern
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.patience import retry_io
-from torchtitan_graph.transient import is_transient
+from torchtitan_graph.transient import is_missing_bucket, is_transient
 
 # What file systems call the version of a file; the first few tell by content.
 _VERSION = ("ETag", "etag", "blob_id", "md5Hash", "crc32c", "content_md5", "version_id", "generation", "mtime")
+_FIND_OF_FSSPEC = [(AbstractFileSystem.find, _find) for _find in (None, AsyncFileSystem._find)]
 _TIME = ("LastModified", "last_modified", "updated", "created")
 
 
@@ -84,9 +90,7 @@ def _list_files(option: str, address: str) -> Listing:
     fs.invalidate_cache()  # other processes may have written since
     if is_pattern(address):
         root = path[: min(path.index(mark) for mark in "*?[" if mark in path)].rpartition("/")[0]
-        found = fs.glob(path, detail=True)
-        for folder in [name for name, info in found.items() if info["type"] == "directory"]:
-            found |= fs.find(folder, detail=True)
+        found = _matching(fs, root, path)
         if not found:
             raise UserError(f"{where}: matches no file")
     else:
@@ -100,9 +104,57 @@ def _list_files(option: str, address: str) -> Listing:
             if info["size"] is None:
                 raise UserError(f"{where}: its server does not tell its size: copy it to where it can be read by parts")
             return Listing(False, [_found(fs, info, path, "")])
-        root, found = path.rstrip("/"), fs.find(path, detail=True)
+        root, found = path.rstrip("/"), _files_in(fs, path)
     files = [_found(fs, info, name, root) for name, info in found.items() if info["type"] == "file"]
     return Listing(True, [file for file in files if file.name])  # some stores have an object for the folder itself
+
+
+def _matching(fs: Any, root: str, pattern: str) -> dict[str, dict[str, Any]]:
+    """Return the files below `root` that a pattern matches, or whose folder it does.
+
+    Not by `fs.glob`, for which a folder whose listing fails is an empty one.
+    """
+    if "**" in pattern:
+        whole = re.compile(glob_translate(pattern))
+        return {name: info for name, info in _files_in(fs, root).items() if any(map(whole.match, _beginnings(name)))}
+    found: dict[str, dict[str, Any]] = {}
+    folders = [root]
+    for depth in range(root.count("/") + 2 if root else 1, pattern.count("/") + 2):
+        part = re.compile(glob_translate("/".join(pattern.split("/")[:depth])))
+        entries = [entry for folder in folders for entry in _ls(fs, folder) if part.match(entry["name"].rstrip("/"))]
+        folders = [entry["name"].rstrip("/") for entry in entries if entry["type"] == "directory"]
+        found = {entry["name"]: entry for entry in entries if entry["type"] == "file"}
+    for folder in folders:
+        found |= _files_in(fs, folder)
+    return found
+
+
+def _beginnings(name: str) -> Iterator[str]:
+    return itertools.accumulate(name.split("/"), "{}/{}".format)
+
+
+def _files_in(fs: Any, folder: str) -> dict[str, dict[str, Any]]:
+    """Return the files in a folder, at any depth; for fsspec's own `find`, one whose listing fails is an empty one."""
+    kind = type(fs)
+    if (kind.find, getattr(kind, "_find", None)) not in _FIND_OF_FSSPEC:
+        found: dict[str, dict[str, Any]] = fs.find(folder, detail=True)
+        return found
+    files, folders = {}, [folder.rstrip("/")]
+    for each in folders:  # it grows
+        entries = _ls(fs, each)
+        files |= {entry["name"]: entry for entry in entries if entry["type"] == "file"}
+        folders += [entry["name"].rstrip("/") for entry in entries if entry["type"] == "directory"]
+    return files
+
+
+def _ls(fs: Any, folder: str) -> list[dict[str, Any]]:
+    """Return what is in a folder, without the object that some stores have for itself."""
+    try:
+        return [entry for entry in fs.ls(folder, detail=True) if entry["name"].rstrip("/") != folder]
+    except FileNotFoundError as error:
+        if is_missing_bucket(error) or is_transient(error):
+            raise
+        return []
 
 
 def _found(fs: Any, info: dict[str, Any], path: str, root: str) -> Found:

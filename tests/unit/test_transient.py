@@ -93,6 +93,7 @@ WAIT = [
     of_s3(400, "RequestTimeout"),
     translate_boto_error(of_s3(503, "ServiceUnavailable")),
     translate_boto_error(of_s3(404, "NoSuchUpload")),
+    translate_boto_error(of_s3(404, "NoSuchBucket")),
     translate_boto_error(of_s3(500, "InternalError")),
     translate_boto_error(of_s3(429, "TooManyRequests")),
     caused(LocalEntryNotFoundError("not in the cache"), httpx.ConnectError("connect")),
@@ -113,7 +114,7 @@ TELL = [
     BrokenPipeError(errno.EPIPE, "Broken pipe"),
     RuntimeError("[/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1234"),
     of_s3(403, "AccessDenied"),
-    translate_boto_error(of_s3(404, "NoSuchBucket")),
+    translate_boto_error(of_s3(404, "NoSuchKey")),
     translate_boto_error(of_s3(400, "AnUnknownCode")),  # s3fs makes it an EIO
     translate_boto_error(of_s3(501, "NotImplemented")),
     of_botocore.NoCredentialsError(),

@@ -36,6 +36,7 @@ from torchtitan_graph.checkpoint.folder import (
     step_of,
 )
 from torchtitan_graph.config import job
+from torchtitan_graph.config.addresses import look_up
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
 from torchtitan_graph.parallel.agree import describe, on_all_ranks, on_rank_0
@@ -130,7 +131,7 @@ class Remote:
             path = f"{self.path}/{name}"
             retry_io(functools.partial(self.fs.put_file, str(folder / name), path))
             self.fs.invalidate_cache()
-            found, size = retry_io(functools.partial(self.fs.info, path))["size"], (folder / name).stat().st_size
+            found, size = retry_io(functools.partial(look_up, self.fs, path))["size"], (folder / name).stat().st_size
             if found != size:
                 problem = f"its file {name} has {found} bytes, not {size}"
                 raise OSError(f"{self.address} is not what was written: {problem}")

@@ -13,7 +13,7 @@ from fsspec.asyn import AsyncFileSystem
 from fsspec.core import url_to_fs
 from fsspec.utils import glob_translate
 
-from torchtitan_graph.config.addresses import find_bad_address, is_pattern
+from torchtitan_graph.config.addresses import find_bad_address, is_pattern, look_up
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.patience import retry_io
 from torchtitan_graph.transient import is_missing_bucket, is_transient
@@ -59,7 +59,7 @@ def list_files(option: str, address: str, is_new: bool = True) -> Listing:
 def find_change(fs: Any, path: str, file: Found) -> str | None:
     """Return how a file of a file system differs from what was listed, None if it does not."""
     fs.invalidate_cache()  # other processes may have written since
-    info = fs.info(path)
+    info = look_up(fs, path)
     if (size := int(info["size"] or 0)) != file.size:
         return f"had {file.size:,} bytes when it was opened, and has {size:,} now"
     if any(value != _text(info[key]) for key, value in file.version if info.get(key) is not None):
@@ -95,7 +95,7 @@ def _list_files(option: str, address: str) -> Listing:
             raise UserError(f"{where}: matches no file")
     else:
         try:
-            info = fs.info(path)
+            info = look_up(fs, path)
         except FileNotFoundError as error:
             if is_transient(error):  # a web server that is away
                 raise

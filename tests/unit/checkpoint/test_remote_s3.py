@@ -126,6 +126,7 @@ def test_a_bucket_that_vanishes_is_not_made_again_and_gets_all_once_it_is_back(
     run = checkpointer_of(tmp_path, store)
     save(run, 1)
     store.delete_bucket()
+    monkeypatch.setattr(patience, "WAIT_S", 0.1)
     save(run, 2)
     assert "step-2 is whole, but could not be copied" in caplog.text
     assert not [request for request in store.requests if request.method == "PUT" and request.path.strip("/") == BUCKET]
@@ -140,16 +141,41 @@ def test_a_run_does_not_begin_anew_while_its_bucket_is_away(store: Store, tmp_pa
     with pytest.raises(UserError, match="remote_folder: s3://bucket/run can't be used"):
         load(tmp_path / "b", store)
     with pytest.raises(FileNotFoundError):
-        Remote(f"{store.address}/run").sizes()
+        Remote(f"{store.address}/run", is_new=True).sizes()
     store.plan = at_first([])
     assert Remote(f"{store.address}/another").sizes() == {} and load(tmp_path / "b", store) == 1
 
 
-def test_a_run_that_ended_without_its_last_copy_makes_it_when_it_is_started_again(store: Store, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("missing", "every"), [(2, 9), *(pytest.param(n, 1, marks=pytest.mark.slow) for n in (1, 2, 5))]
+)
+def test_a_bucket_that_is_missing_for_a_while_is_waited_for(
+    missing: int, every: int, store: Store, tmp_path: Path
+) -> None:
+    """From each request of a save on, with some to delete; and in a run that has a checkpoint, at its start."""
+    run = checkpointer_of(tmp_path, store, keep_latest_k=2)
+    for step in (1, 2):
+        save(run, step)
+    store.requests.clear()
+    save(run, 3)
+    for at in range(0, len(store.requests), every):
+        store.plan = at_first(["pass"] * at + ["404"] * missing)
+        save(run, 4 + at)
+        assert stored(store) == content(tmp_path)
+    store.plan = at_first(["404"] * missing)
+    assert load(tmp_path, store) == 4 + at
+
+
+def test_a_run_that_ended_without_its_last_copy_makes_it_when_it_is_started_again(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(patience, "WAIT_S", 0.1)
     store.delete_bucket()
     run = checkpointer_of(tmp_path, store)
-    with pytest.raises(SaveError, match="step-3 is whole, but could not be copied .*start the run again, which copies"):
+    says = "step-3 is whole, but could not be copied .*start the run again, which copies"
+    with pytest.raises(SaveError, match=says) as caught:
         run.save(3, {"step": 3}, last=True)
+    assert is_transient(caught.value)
     store.make_bucket()
     run.copy_last(3)
     assert stored(store) == content(tmp_path)

@@ -22,12 +22,14 @@ from types import SimpleNamespace
 import fsspec
 import numpy as np
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 
 from s3 import Request, Store, at_first
 from torchtitan_graph.config import check_data
 from torchtitan_graph.config.job import ValidationSet
 from torchtitan_graph.config.load import load
 from torchtitan_graph.data import DataLoader, batches, build_dataloader, lines, remote_file, sources
+from torchtitan_graph.data.addresses import list_files
 from torchtitan_graph.data.corpus import ShuffledCorpus, document_key
 from torchtitan_graph.data.forms import RowFormat
 from torchtitan_graph.data.node_cache import NodeCache
@@ -361,6 +363,80 @@ def test_rows_that_are_read_while_a_store_fails_are_the_same(tmp_path, store, mo
     store.plan = (chance.choice(faults) if chance.random() < 0.5 else "pass" for _ in itertools.count())
     assert rows_of(f"{store.address}/corpus/{kind}", 40) == rows_of(str(tmp_path / kind), 40)
     assert len([each for each in store.requests if each.action != "pass"]) > 20
+
+
+@pytest.mark.parametrize("missing", [1, 2, 7])
+def test_a_bucket_that_is_missing_for_a_while_is_waited_for(store, monkeypatch, missing):
+    monkeypatch.setattr(remote_file, "CHUNK", 500)
+    monkeypatch.setattr(sources, "SMALL_CORPUS_BYTES", 0)
+    monkeypatch.setattr("torchtitan_graph.patience.FIRST_S", 0.001)
+    monkeypatch.setattr("torchtitan_graph.patience.EVERY_S", 0.01)
+    store.put("book.txt", LINES.replace(b"{", b"("))
+    source = open_corpus("", f"{store.address}/book.txt", "all", 0).source
+    store.plan = itertools.cycle(["404"] * missing + ["pass"] * 5)
+    assert "".join(source[index] for index in range(len(source))).encode() == LINES.replace(b"{", b"(")
+    store.plan = at_first(["404"] * missing)
+    assert list_files("", f"{store.address}/book.txt", is_new=False).files
+
+
+def test_a_bucket_that_stays_away_is_storage_that_is_unavailable(store, monkeypatch):
+    monkeypatch.setattr(sources, "SMALL_CORPUS_BYTES", 0)
+    monkeypatch.setattr("torchtitan_graph.patience.WAIT_S", 0.05)
+    store.put("book.txt", 130 * LINES.replace(b"{", b"("))
+    monkeypatch.setattr(remote_file, "CHUNK", 100_000)
+    source = open_corpus("", f"{store.address}/book.txt", "all", 0).source
+    store.plan = itertools.repeat("404")
+    with pytest.raises(FileNotFoundError) as error:
+        [source[index] for index in range(len(source))]
+    assert is_transient(error.value)
+
+
+@pytest.mark.parametrize("path", ["corpus", "a.jsonl", "*.jsonl", "a/*/*.jsonl", "**/a"])
+def test_a_bucket_that_never_was_is_a_mistake_in_a_new_run(store, monkeypatch, path):
+    monkeypatch.setattr("torchtitan_graph.patience.WAIT_S", 0.05)
+    with pytest.raises(
+        UserError, match="^training.dataset_path = 's3://typo/.*: can't be read: The specified b"
+    ) as new:
+        open_corpus("", f"s3://typo/{path}", "train", 0)
+    assert not is_transient(new.value)
+    with pytest.raises(FileNotFoundError) as error:
+        list_files("training.dataset_path", f"s3://typo/{path}", is_new=False)
+    assert is_transient(error.value)
+
+
+@pytest.mark.parametrize("pattern", ["c/*/*.jsonl", "c/*", "c/**/1.jsonl", "c"])
+@pytest.mark.parametrize("action", ["500", "404"])
+def test_no_folder_is_taken_for_an_empty_one_because_its_listing_failed(store, monkeypatch, pattern, action):
+    monkeypatch.setattr("torchtitan_graph.patience.FIRST_S", 0.001)
+    for name in ("a/1", "a/2", "b/1", "b/c/1"):
+        store.put(f"c/{name}.jsonl", b"{}")
+    whole = list_files("", f"{store.address}/{pattern}")
+    assert len(whole.files) == {"c/*/*.jsonl": 3, "c/**/1.jsonl": 3}.get(pattern, 4)
+    number = len(store.requests)
+    for at in range(number):
+        store.plan = at_first(["pass"] * at + [action])
+        assert list_files("", f"{store.address}/{pattern}", is_new=False) == whole
+
+
+@pytest.mark.parametrize("path", ["", "/*", "/**/1.jsonl"])
+def test_nor_by_a_file_system_whose_find_is_fsspec_s_own(tmp_path, monkeypatch, path):
+    monkeypatch.setattr("torchtitan_graph.patience.FIRST_S", 0.001)
+    failures = iter([True])
+
+    class Flaky(LocalFileSystem):
+        protocol = "flaky"
+
+        def ls(self, path, detail=False, **options):
+            if path.endswith("b") and next(failures, False):
+                raise ConnectionResetError(104, "reset")
+            return super().ls(path, detail, **options)
+
+    fsspec.register_implementation("flaky", Flaky, clobber=True)
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "1.jsonl").write_text("{}")
+    found = list_files("", f"flaky://{tmp_path}{path}").files
+    assert sorted(file.name for file in found) == ["a/1.jsonl", "b/1.jsonl"] and not [*failures]
 
 
 @pytest.mark.parametrize("kind", ["book.txt", "tokens"])

@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
@@ -88,24 +88,27 @@ class Patience:
     def __init__(self) -> None:
         self._deadline, self._pause = 0.0, FIRST_S
 
-    def wait(self, error: BaseException) -> bool:
-        """Wait a while for what `error` reports, and return True; False if that took too long already."""
+    def wait(self, error: BaseException, what: str = "") -> bool:
+        """Wait a while for what `error` reports, and return True; False if that took too long already. `what` is named
+        in the log."""
         self._deadline = self._deadline or time.monotonic() + WAIT_S
         left = self._deadline - time.monotonic()
         if left <= 0 or any(getattr(each, _WAITED, False) for each in causes(error)):
             error.__dict__[_WAITED] = True
             return False
-        logger.warning(f"storage is unavailable; retrying for {left:.0f} s: {type(error).__name__}: {error}")
+        named = f"{what}: " if what else ""
+        logger.warning(f"storage is unavailable; retrying for {left:.0f} s: {named}{type(error).__name__}: {error}")
         time.sleep(min(self._pause, left))
         self._pause = min(2 * self._pause, EVERY_S)
         return True
 
 
-def retry_io(function: Callable[[], T], is_new: bool = False) -> T:
+def retry_io(function: Callable[[], T], is_new: bool = False, what: str = "") -> T:
     """Call a function again while it raises transient errors, for up to five minutes from the first of them.
 
     is_new: whether a run asks its bucket for the first time. A bucket that is missing then is a mistake in its name,
         and no waiting helps; one that was there may come back.
+    what: is named in the log.
     """
     patience = Patience()
     while True:
@@ -114,5 +117,20 @@ def retry_io(function: Callable[[], T], is_new: bool = False) -> T:
         except Exception as error:
             if is_new and is_missing_bucket(error):
                 error.__dict__["transient"] = False
-            if not is_transient(error) or not patience.wait(error):
+            if not is_transient(error) or not patience.wait(error, what):
                 raise
+
+
+def look_up(fs: Any, path: str) -> dict[str, Any]:
+    """Return what a file system of fsspec says of a file or folder; raise FileNotFoundError if it is twice not there.
+
+    s3fs looks for a file, and then for a folder of that name: where a bucket comes back between the two, it finds none.
+    """
+    found: dict[str, Any]
+    try:
+        found = fs.info(path)
+    except FileNotFoundError as error:
+        if is_transient(error):
+            raise
+        found = fs.info(path)
+    return found

@@ -116,6 +116,8 @@ def _answer(error: BaseException) -> tuple[int | None, str | None]:
     if isinstance(answer, dict):  # of botocore's ClientError
         s3_code = (answer.get("Error") or {}).get("Code")
         return _status((answer.get("ResponseMetadata") or {}).get("HTTPStatusCode") or s3_code), s3_code
+    if "aiohttp.HttpProcessingError" in _names(error):  # its code is no server's: half an answer has 400
+        return None, None
     places = [(answer, "status_code"), (answer, "status"), (error, "status_code"), (error, "status"), (error, "code")]
     found = (_status(getattr(place, name, None)) for place, name in places)
     return next((status for status in found if status is not None), None), None

@@ -78,6 +78,10 @@ WAIT = [
     ssl.SSLEOFError(8, "EOF occurred in violation of protocol"),
     aiohttp.ServerDisconnectedError(),
     aiohttp.ClientPayloadError("Response payload is not completed"),
+    caused(
+        aiohttp.ClientPayloadError("Response payload is not completed"),
+        aiohttp.http_exceptions.ContentLengthError("received 1000 of 2000 bytes"),
+    ),
     aiohttp.ClientOSError(errno.EPIPE, "Broken pipe"),
     requests.ConnectionError("reset"),
     requests.ReadTimeout(),

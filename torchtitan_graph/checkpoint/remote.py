@@ -36,11 +36,10 @@ from torchtitan_graph.checkpoint.folder import (
     step_of,
 )
 from torchtitan_graph.config import job
-from torchtitan_graph.config.addresses import look_up
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
 from torchtitan_graph.parallel.agree import describe, on_all_ranks, on_rank_0
-from torchtitan_graph.patience import retry_io
+from torchtitan_graph.patience import look_up, retry_io
 from torchtitan_graph.small_files import MAX_BYTES, sync
 from torchtitan_graph.transient import is_transient
 
@@ -66,6 +65,9 @@ class Remote:
         self._is_flat = "prefix" in inspect.signature(getattr(self.fs, "_find", self.fs.find)).parameters
         self._read_before: dict[str, Any] = {}  # small files' content, by their place and stamp
 
+    def _retry(self, function: Callable[[], T]) -> T:
+        return retry_io(function, self._is_new, self.address)
+
     def list_steps(self) -> dict[int, "Stored"]:
         """Return the checkpoints in this folder, oldest first, as one listing finds them. See `list_folders`."""
         found = ((step_of(name), stored) for name, stored in self.list_folders().items())
@@ -87,7 +89,7 @@ class Remote:
     def _list_flat(self) -> dict[str, dict[str, Any]]:
         """Return the entries of each folder, listed in one request; of a large store one for some thousand files."""
         self.fs.invalidate_cache()  # other processes write here too
-        found = retry_io(lambda: self.fs.find(self.path, detail=True, prefix=_BEGIN), self._is_new)
+        found = self._retry(lambda: self.fs.find(self.path, detail=True, prefix=_BEGIN))
         listed: dict[str, dict[str, Any]] = {}
         for path, entry in found.items():
             folder, _, name = path.removeprefix(f"{self.path}/").partition("/")
@@ -107,7 +109,7 @@ class Remote:
         # Not `find` or `glob`, for which unreachable storage is an empty folder.
         self.fs.invalidate_cache()  # other processes write here too
         try:
-            entries = retry_io(lambda: self.fs.ls(self.path, detail=True), self._is_new)
+            entries = self._retry(lambda: self.fs.ls(self.path, detail=True))
         except FileNotFoundError as error:
             if self._is_flat and error.__cause__ is not None:  # the store's own answer: an empty folder has none
                 raise
@@ -126,12 +128,12 @@ class Remote:
         """Upload files of `folder`; raise OSError if one of them is not there then as it was written."""
         if not self._is_flat:
             with contextlib.suppress(PermissionError):  # creating a folder in storage without folders
-                retry_io(lambda: self.fs.makedirs(self.path, exist_ok=True))
+                self._retry(lambda: self.fs.makedirs(self.path, exist_ok=True))
         for name in names:
             path = f"{self.path}/{name}"
-            retry_io(functools.partial(self.fs.put_file, str(folder / name), path))
+            self._retry(functools.partial(self.fs.put_file, str(folder / name), path))
             self.fs.invalidate_cache()
-            found, size = retry_io(functools.partial(look_up, self.fs, path))["size"], (folder / name).stat().st_size
+            found, size = self._retry(functools.partial(look_up, self.fs, path))["size"], (folder / name).stat().st_size
             if found != size:
                 problem = f"its file {name} has {found} bytes, not {size}"
                 raise OSError(f"{self.address} is not what was written: {problem}")
@@ -139,14 +141,14 @@ class Remote:
     def get(self, names: Iterable[str], folder: Path) -> None:
         """Download files of this folder to `folder`; they are plain names, as `read_manifest` checks."""
         for name in names:
-            retry_io(functools.partial(self.fs.get_file, f"{self.path}/{name}", str(folder / name)))
+            self._retry(functools.partial(self.fs.get_file, f"{self.path}/{name}", str(folder / name)))
             sync(folder / name)
 
     def delete(self, names: Iterable[str]) -> None:
         """Delete files of this folder; those that are not there are no error."""
         for name in names:
             with _missing_file():  # such as after a first try whose answer was lost
-                retry_io(functools.partial(self.fs.rm_file, f"{self.path}/{name}"))
+                self._retry(functools.partial(self.fs.rm_file, f"{self.path}/{name}"))
 
     def delete_folder(self) -> None:
         """Delete this folder, which is empty, where a file system has folders."""
@@ -189,9 +191,9 @@ class Stored(Remote):
     def copy_to(self, other: Remote) -> None:
         """Copy this checkpoint to another folder of this storage."""
         if not self._is_flat:
-            retry_io(lambda: other.fs.makedirs(other.path, exist_ok=True))
+            self._retry(lambda: other.fs.makedirs(other.path, exist_ok=True))
         for name in sorted(self.read_manifest(), key=lambda name: name != TRAIN_STATE) + [MANIFEST]:
-            retry_io(functools.partial(self.fs.cp_file, f"{self.path}/{name}", f"{other.path}/{name}"))
+            self._retry(functools.partial(self.fs.cp_file, f"{self.path}/{name}", f"{other.path}/{name}"))
 
     def small_files(self) -> list[str]:
         """Return the keys under which the content of this folder's small files is remembered."""

@@ -1,7 +1,6 @@
-"""Addresses that fsspec opens, such as s3://bucket/run: what is one, which can't be opened here, and what is there."""
+"""Addresses that fsspec opens, such as s3://bucket/run: what is one, and which can't be opened here."""
 
 import re
-from typing import Any
 
 from fsspec import available_protocols, get_filesystem_class
 
@@ -19,18 +18,6 @@ def is_address(path: str) -> bool:
 def is_pattern(path: str) -> bool:
     """Return whether a path is a pattern of files' names; of a web address no character is one."""
     return not path.startswith(("http://", "https://")) and bool(set(path) & set("*?["))
-
-
-def look_up(fs: Any, path: str) -> dict[str, Any]:
-    """Return what a file system says of a file or folder; raise FileNotFoundError if it is twice not there.
-
-    s3fs looks for a file, and then for a folder of that name: where a bucket comes back between the two, it finds none.
-    """
-    try:
-        found: dict[str, Any] = fs.info(path)
-    except FileNotFoundError:
-        found = fs.info(path)
-    return found
 
 
 def find_bad_address(address: str) -> str | None:

@@ -13,9 +13,9 @@ from fsspec.asyn import AsyncFileSystem
 from fsspec.core import url_to_fs
 from fsspec.utils import glob_translate
 
-from torchtitan_graph.config.addresses import find_bad_address, is_pattern, look_up
+from torchtitan_graph.config.addresses import find_bad_address, is_pattern
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.patience import retry_io
+from torchtitan_graph.patience import look_up, retry_io
 from torchtitan_graph.transient import is_missing_bucket, is_transient
 
 # What file systems call the version of a file; the first few tell by content.
@@ -52,8 +52,9 @@ def list_files(option: str, address: str, is_new: bool = True) -> Listing:
 
     Raises UserError, which begins with the option, if there is none, or the address can't be listed.
     """
-    with refuse_unlisted(f"{option} = {address!r}"):
-        return retry_io(lambda: _list_files(option, address), is_new)
+    what = f"{option} = {address!r}"
+    with refuse_unlisted(what):
+        return retry_io(lambda: _list_files(option, address), is_new, what)
 
 
 def find_change(fs: Any, path: str, file: Found) -> str | None:
@@ -139,7 +140,8 @@ def _files_in(fs: Any, folder: str) -> dict[str, dict[str, Any]]:
     if (kind.find, getattr(kind, "_find", None)) not in _FIND_OF_FSSPEC:
         found: dict[str, dict[str, Any]] = fs.find(folder, detail=True)
         return found
-    files, folders = {}, [folder.rstrip("/")]
+    files: dict[str, dict[str, Any]] = {}
+    folders = [folder.rstrip("/")]
     for each in folders:  # it grows
         entries = _ls(fs, each)
         files |= {entry["name"]: entry for entry in entries if entry["type"] == "file"}

@@ -157,7 +157,8 @@ def list_corpora(config: JobConfig, to_validate: bool = False, is_new: bool = Tr
 
     def add(option: str, path: str | None) -> None:
         if path and is_address(path) and not path.startswith("file://") and path not in found:
-            found[path] = list_files(option, path, is_new)
+            has_answered = _bucket(path) in map(_bucket, found)
+            found[path] = list_files(option, path, is_new and not has_answered)
 
     corpora: Sequence[job.Validation | job.ValidationSet] = validation.sets or [validation]
     if to_validate and all(each.dataset or each.dataset_path for each in corpora):
@@ -171,6 +172,10 @@ def list_corpora(config: JobConfig, to_validate: bool = False, is_new: bool = Tr
         for number, each in enumerate(validation.sets, 1):
             add(f"validation.sets, entry {number}: validation.dataset_path", each.dataset_path)
     return found
+
+
+def _bucket(address: str) -> list[str]:
+    return address.split("/")[:3]
 
 
 def check_names(config: JobConfig) -> None:

@@ -117,7 +117,7 @@ class RemoteFile(DataFile):
     def check(self) -> None:
         with refuse_unlisted(self.path):
             try:
-                change = retry_io(lambda: find_change(*self._file_system()[1:], self._found))
+                change = retry_io(lambda: find_change(*self._file_system()[1:], self._found), what=self.path)
             except FileNotFoundError as error:
                 if is_transient(error):  # the whole bucket is gone
                     raise
@@ -166,7 +166,7 @@ class RemoteFile(DataFile):
         if start == end:
             return b""
         with refuse_unlisted(self.path):
-            return retry_io(partial(self._try_to_fetch, start, end))
+            return retry_io(partial(self._try_to_fetch, start, end), what=self.path)
 
     def _try_to_fetch(self, start: int, end: int) -> bytes:
         try:

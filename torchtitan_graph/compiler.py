@@ -50,6 +50,7 @@ from torchtitan_graph.passes.tag_offload import tag_offload
 from torchtitan_graph.passes.tag_recomputation import tag_recomputation
 from torchtitan_graph.passes.tag_resharding import tag_resharding
 from torchtitan_graph.patience import refuse_unwritable
+from torchtitan_graph.torch_private.tracing import inputs_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -288,6 +289,6 @@ def find_problem(gm: GraphModule, is_ours: bool = False) -> str | None:
 def _check_order(gm: GraphModule) -> None:
     seen: set[Node] = set()
     for node in gm.graph.nodes:
-        if not seen.issuperset(node.all_input_nodes):
+        if not seen.issuperset(inputs_of(node)):
             raise RuntimeError(f"{node} reads what comes later, or is in no graph")
         seen.add(node)

@@ -64,7 +64,7 @@ class PassTable:
         """Start with the graph before any pass."""
         self._costs, self._is_large, self._first = costs, len(gm.graph.nodes) > _LARGE, len(gm.graph.nodes)
         self._gm, self._operators, self._seconds = gm, _operators(gm), 0.0
-        self._written, self._last = Written(gm), self._measure(gm)
+        self._written, self._last = None if self._is_large else Written(gm), self._measure(gm)
         self.measured: Measured | None = self._last
         self._rows = [_row("pass", "time", "nodes", Measured._fields, "operators, the three largest changes")]
         self._rows.append(_row("traced", "", str(self._first), self._last.words()))
@@ -74,10 +74,11 @@ class PassTable:
         measured."""
         before, after = self._operators, _operators(gm)
         nodes = f"{sum(before.values())} -> {sum(after.values())}" if before != after else ""
-        found = self._last if self._is_large or self._written.is_still_in(gm) else self._measure(gm)
+        found = self._last if self._written is None or self._written.is_still_in(gm) else self._measure(gm)
         shown = [new if new != old else "" for new, old in zip(found.words(), self._last.words(), strict=True)]
         self._rows.append(_row(name, f"{seconds:.2f} s", nodes, shown, _changes(before, after)))
-        self._gm, self._operators, self._last, self._written = gm, after, found, Written(gm)
+        self._gm, self._operators, self._last = gm, after, found
+        self._written = None if self._is_large else Written(gm)
         self.measured = None if self._is_large else found
         self._seconds += seconds
 
@@ -102,7 +103,12 @@ class PassTable:
 
 def _operators(gm: GraphModule) -> collections.Counter[Any]:
     """Count a graph's nodes by target; inputs, outputs and subgraphs by kind."""
-    return collections.Counter(node.target if node.op == "call_function" else node.op for node in gm.graph.nodes)
+    # Counted by identity: Python computes an operator's hash.
+    kinds = [node.target if node.op == "call_function" else node.op for node in gm.graph.nodes]
+    number, found = collections.Counter(map(id, kinds)), collections.Counter[Any]()
+    for identity, kind in {id(kind): kind for kind in kinds}.items():
+        found[kind] += number[identity]
+    return found
 
 
 def _changes(before: collections.Counter[Any], after: collections.Counter[Any]) -> str:

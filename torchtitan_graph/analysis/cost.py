@@ -141,7 +141,8 @@ class Costs:
 
     def computing(self, node: Node) -> float:
         """Return the seconds of a node's kernels; of a node that is not a collective."""
-        return sum(map(self.kernel, self.works(node))) * self.factor(node)
+        works = self.works(node)
+        return sum(map(self.kernel, works)) * self.factor(node) if works else 0.0
 
     def beside_messages(self, node: Node) -> float:
         """Return the same while collectives run, which are kernels too."""
@@ -322,8 +323,10 @@ def stored_bytes(values: Any) -> int:
     """Return the bytes of memory of a node's value: an expanded dimension counts once."""
     if isinstance(values, torch.Tensor):
         # A stride that differs from call to call is not an int, and never 0.
-        repeats = [isinstance(step, int) and step == 0 for step in values.stride()]
-        sizes = [size for size, repeated in zip(values.shape, repeats, strict=True) if not repeated]
+        steps = values.stride()
+        if not any(type(step) is int and step == 0 for step in steps):
+            return num_bytes(values)
+        sizes = [size for size, step in zip(values.shape, steps, strict=True) if type(step) is not int or step]
         return math.prod(sizes) * values.element_size()
     return sum(map(stored_bytes, values)) if isinstance(values, (tuple, list)) else 0
 
@@ -375,7 +378,7 @@ class Clock:
                 axis, _, alone = self._done[node.all_input_nodes[0]]
                 self.exposed[axis] += max(0.0, alone - self.now)  # the rest waits for the host
                 self.now += left
-        elif link := self.costs.link(node):
+        elif op.collective is not None and (link := self.costs.link(node)):
             self._start(node, str(group_of(node)), link.axis)
         elif op.copies:
             self._start(node, op.copies, op.copies)
@@ -386,8 +389,9 @@ class Clock:
                 self.now = max(self.now, self._host)
                 seconds, kernels = self._computing(node), [self.costs.kernel(work) for work in works]
                 self.now += seconds
+                whole = sum(kernels) or 1.0
                 for work, part in zip(works, kernels, strict=True):
-                    self.computed[work.kind] += part * seconds / (sum(kernels) or 1.0)
+                    self.computed[work.kind] += part * seconds / whole
         self._ends[node] = self.now
 
     def _computing(self, node: Node) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import itertools
 import operator
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -84,6 +84,8 @@ def host_memory(gm: GraphModule) -> int:
     def size(node: Node) -> int:
         return _num_bytes(node) if _is_on_host(node) and meta.role(node) is None else 0
 
+    if not any(map(size, gm.graph.nodes)):
+        return 0
     return max(held_memory(gm, size, scratch=lambda _: 0).values())
 
 
@@ -119,13 +121,15 @@ def held_memory(
         memories: the graph's, if they are there already.
     """
     memories = Memories(gm) if memories is None else memories
+    sizes = {owner: size(owner) for owner in memories.last_use}
     freed_at: dict[Node, int] = collections.Counter()
     for owner, node in memories.last_use.items():
-        freed_at[node] += size(owner) if part_of(owner) == part_of(node) else 0
+        if sizes[owner] and part_of(owner) == part_of(node):
+            freed_at[node] += sizes[owner]
     now, held = collections.Counter[str](), {}
     for node in gm.graph.nodes:
         part = part_of(node)
-        now[part] += sum(map(size, memories.taken(node)))
+        now[part] += sum(map(sizes.__getitem__, memories.taken(node)))
         held[node] = now[part] + scratch(node)
         now[part] -= freed_at[node]
     return held
@@ -206,9 +210,14 @@ class Memories:
     def __init__(self, gm: GraphModule) -> None:
         self.owner = owners(gm)
         self._results: dict[Node, list[Node]] = {}
-        for node in gm.graph.nodes:
-            if self.owner[node] is node and node.target is operator.getitem:
-                self._results.setdefault(node.all_input_nodes[0], []).append(node)
+        self._taken: dict[Node, list[Node]] = {}
+        for node, owner in self.owner.items():
+            if owner is node and node.target is operator.getitem:
+                source = node.all_input_nodes[0]
+                self._results.setdefault(source, []).append(node)
+                self._taken.setdefault(source, []).append(node)
+            elif owner is node:
+                self._taken[node] = [node]
         self._used = {node: self._owners_at(node) for node in gm.graph.nodes}
         self.last_use = {owner: node for node, owners_at in self._used.items() for owner in owners_at}
 
@@ -216,10 +225,9 @@ class Memories:
         """Return the memories of those results of an operator with several that the graph picks."""
         return self._results.get(node, [])
 
-    def taken(self, node: Node) -> list[Node]:
+    def taken(self, node: Node) -> Sequence[Node]:
         """Return the memories that a node allocates."""
-        is_own = self.owner[node] is node and node.target is not operator.getitem
-        return [node] * is_own + self.results(node)
+        return self._taken.get(node, ())
 
     def used(self, node: Node) -> set[Node]:
         """Return the memories that must exist while a node runs."""
@@ -229,10 +237,10 @@ class Memories:
         at = [*node.all_input_nodes, node]
         if node.target is _WAIT and operator_of((start := node.all_input_nodes[0]).target).holds_input:
             at += start.all_input_nodes
-        found = {self.owner[x] for x in at}
-        for x in at:
-            if x in self._results:
-                found.update(self._results[x])
+        found = set(map(self.owner.__getitem__, at))
+        if not self._results.keys().isdisjoint(at):
+            for x in at:
+                found.update(self.results(x))
         return found
 
 
@@ -240,14 +248,19 @@ def owners(gm: GraphModule) -> dict[Node, Node]:
     """Return for each node the owner of its value's memory: itself, unless it is a view or written in place."""
     owner: dict[Node, Node] = {}
     picked: dict[tuple[Node, object], Node] = {}
+    takes: dict[int, bool] = {}  # by the target's identity: Python computes an operator's hash
     for node in gm.graph.nodes:
-        owner[node] = node
-        if node.target is operator.getitem:
+        owner[node], target = node, node.target
+        if (own := takes.get(id(target))) is None:
+            own = takes[id(target)] = takes_memory(target)
+        if own:
+            continue
+        if target is operator.getitem:
             (source,) = node.all_input_nodes
             # A part of `split`; of other tuples each element has memory of its own, except a region's views.
             number = node.args[1] if (first := meta.same_as(node)) is None else first
             owner[node] = owner[source] if is_view(source) else picked.setdefault((source, number), node)
-        elif node.target in _SILENT_VIEWS:
+        elif target in _SILENT_VIEWS:
             owner[node] = owner[node.all_input_nodes[0]]
         elif sources := aliased(node):
             owner[node] = owner[sources[0][0]]

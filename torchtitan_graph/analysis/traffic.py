@@ -40,7 +40,9 @@ def traffic(gm: GraphModule, axes: Mapping[str, tuple]) -> dict[tuple[str, str],
 
 def group_of(node: Node) -> str | None:
     """Return the name of a collective's group; None for other nodes."""
-    if not isinstance(node.target, torch._ops.OpOverload) or (argument := group_argument(node.target)) is None:
+    if operator_of(node.target).collective is None or not isinstance(node.target, torch._ops.OpOverload):
+        return None
+    if (argument := group_argument(node.target)) is None:
         return None
     place, name = argument
     given = node.args[place] if place < len(node.args) else node.kwargs.get(name)

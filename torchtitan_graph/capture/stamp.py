@@ -311,6 +311,7 @@ def opaque(
     stamps = Stamps(module, fake_mode, stack_traces, recorder)
     if blocks and any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")):
         raise TraceInFull("torch.autocast is on")
+    # Only blocks that look alike need descriptions, which take longer.
     looks = {name: _look(block) for name, block in blocks.items()}
     number = collections.Counter(looks.values())
     before = {block: vars(block).get("forward") for block in blocks.values()}
@@ -330,8 +331,7 @@ def opaque(
 
 def _look(block: nn.Module) -> Hashable:
     state = (*block.named_parameters(), *block.named_buffers())
-    layouts = tuple((name, layout_of(x), x.requires_grad) for name, x in state)
-    return _hashable((layouts, description(block, block.forward, ())))
+    return _hashable((type(block), *((name, layout_of(x), x.requires_grad) for name, x in state)))
 
 
 def _hashable(x: Any) -> Hashable:

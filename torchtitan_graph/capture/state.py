@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from torchtitan_graph.capture.dynamic import place
 from torchtitan_graph.errors import UserError, listed
-from torchtitan_graph.graph.signature import Slot, TensorLayout, layout_of, unflatten_each
+from torchtitan_graph.graph.signature import Plain, Slot, TensorLayout, layout_of, unflatten_each
 from torchtitan_graph.torch_private.tensors import data_assigned, mark_as_parameter
 from torchtitan_graph.torch_private.tracing import FakeTensor, author_stack, reparametrize
 
@@ -201,10 +201,12 @@ def unassigned_data(traced: Mapping[tuple[str, str], Tensor]) -> Iterator[None]:
         )
 
 
-def new_leaves(live: Iterable[Tensor], layouts: Iterable[TensorLayout], flat: Iterable[Tensor]) -> list[Tensor]:
+def new_leaves(live: Iterable[Tensor], layouts: Sequence[TensorLayout], flat: Iterable[Tensor]) -> list[Tensor]:
     """Return plain tensors, wrapped as the live ones are, as leaves that require gradients where those do, in their
     dtype."""
-    leaves = [x.detach() for x in unflatten_each(layouts, flat)]
+    # A wrapper that was just made is a tensor of its own already.
+    made = zip(layouts, unflatten_each(layouts, flat), strict=True)
+    leaves = [x.detach() if isinstance(layout, Plain) else x for layout, x in made]
     for x, leaf in zip(live, leaves, strict=True):
         if x.requires_grad:
             leaf.requires_grad_()

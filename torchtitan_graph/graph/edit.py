@@ -24,9 +24,21 @@ def value(node: Node) -> Any:
 
 
 def fact(of_call: Callable[..., Any], node: Node) -> Any:
-    """Return a fact about a call, from a function of its fake arguments and result; see `ops.operator.Operator`."""
+    """Return a fact about a call, from a function of its fake arguments and result; see `ops.operator.Operator`. Layers
+    are alike: it is cached by the layouts of these, on the graph."""
+    known, out = vars(node.graph).setdefault("facts", {}), node.meta.get("val")
+    key = (of_call, node.target, _layout(node.args), _layout(node.kwargs), _layout(out))
+    try:
+        return known[key]
+    except KeyError:
+        keep = True
+    except TypeError:  # a size that may differ from call to call has no hash
+        keep = False
     args, kwargs = map_arg((node.args, node.kwargs), lambda x: x.meta.get("val"))
-    return of_call(*args, **kwargs, out_val=node.meta.get("val"))
+    found = of_call(*args, **kwargs, out_val=out)
+    if keep:
+        known[key] = found
+    return found
 
 
 def call(graph: Graph, source: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
@@ -124,7 +136,7 @@ def recast(x: Any, dtype: torch.dtype, shape: Sequence[int] | None = None) -> An
 def _layout(argument: Any) -> tuple:
     """Return everything in an operator's argument that its result's layout may depend on, as a cache key."""
     if isinstance(argument, Node):
-        argument = value(argument)
+        argument = argument.meta.get("val")
     if isinstance(argument, torch.Tensor):
         x = argument
         return x.shape, x.stride(), x.storage_offset(), x.dtype, x.device

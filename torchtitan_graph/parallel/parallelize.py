@@ -48,11 +48,14 @@ def parallelize(
     tied = _tied_names(model)
     on_tp = tensor_roles(plan, layout.dims) if layout.degree(TP) > 1 else {}
     on_ep = expert_roles(plan) if layout.degree(EP) > 1 else {}
-    _cut_parameters(model, on_tp, on_ep, layout)
+    # One mesh for all: comparing two of many ranks takes long.
+    tp = layout.submesh(TP) if on_tp else layout.mesh
+    experts = layout.expert_submesh(EP, EXPERT_TP) if on_ep else layout.mesh
+    _cut_parameters(model, on_tp, on_ep, layout.degree(TP), tp, experts)
     for name, role in _by_name(modules, on_tp).items():
         module = modules[name]
         if role == "partial":
-            module.forward = partial(_summed, layout.submesh(TP), module.forward)
+            module.forward = partial(_summed, tp, module.forward)
         elif role == "apart":
             module.forward = partial(_apart, layout.degree(TP), layout.rank(TP), module.forward)
         elif role == "gather":
@@ -60,7 +63,7 @@ def parallelize(
         elif role == "own part":
             module.forward = partial(_of_own_part, layout.degree(TP), layout.rank(TP), module.forward)
         else:
-            parallelize_module(module, layout.submesh(TP), table_style(role, loss_parallel))
+            parallelize_module(module, tp, table_style(role, loss_parallel))
     for name, role in _by_name(modules, on_ep).items():
         module, group = modules[name], layout.group(EP).group_name
         if role == "route":
@@ -99,7 +102,14 @@ def _by_name(names: Iterable[str], roles: Mapping[str, str]) -> dict[str, str]:
     return {name: role for pattern, role in roles.items() for name in names if pattern_matches(pattern, name)}
 
 
-def _cut_parameters(model: nn.Module, on_tp: Mapping[str, str], on_ep: Mapping[str, str], layout: Layout) -> None:
+def _cut_parameters(
+    model: nn.Module,
+    on_tp: Mapping[str, str],
+    on_ep: Mapping[str, str],
+    degree: int,
+    tp: DeviceMesh,
+    experts_mesh: DeviceMesh,
+) -> None:
     """Replace each parameter that has a role by a DTensor; its owner computes with the local shard, a plain tensor."""
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     tp_roles, experts = _by_name(names, on_tp), _by_name(names, on_ep)
@@ -112,12 +122,12 @@ def _cut_parameters(model: nn.Module, on_tp: Mapping[str, str], on_ep: Mapping[s
         placements: list[Placement] = [Shard(0)] if name in experts else []
         if role is not None:
             placements.append(Shard(SPLIT_DIM[role]) if role in SPLIT_DIM else Replicate())
-        mesh = layout.expert_submesh(EP, EXPERT_TP) if name in experts else layout.submesh(TP)
+        mesh = experts_mesh if name in experts else tp
         whole = owner.get_parameter(leaf)
         local = distribute_tensor(whole.detach(), mesh, placements, src_data_rank=None)
         setattr(owner, leaf, nn.Parameter(local, whole.requires_grad))
     for owner, of_owner in shared.items():
-        owner.forward = partial(_on_locals, owner, owner.forward, of_owner, layout.degree(TP))
+        owner.forward = partial(_on_locals, owner, owner.forward, of_owner, degree)
 
 
 def _on_locals(

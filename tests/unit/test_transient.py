@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import http.client
+import itertools
 import socket
 import ssl
 import urllib.error
@@ -26,7 +27,7 @@ from yarl import URL
 from torchtitan_graph.checkpoint import SaveError
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.train import exit_code
-from torchtitan_graph.transient import is_lost_peer, is_transient
+from torchtitan_graph.transient import causes, is_lost_peer, is_transient
 
 
 def of_s3(status: int, code: str) -> of_botocore.ClientError:
@@ -148,6 +149,12 @@ def test_an_http_status_decides(library: Callable[[int], Exception]) -> None:
         if is_transient(library(status))]  # fmt: skip
     assert waited_for == [408, 429, 500, 502, 503, 504]
     assert not is_transient(caused(library(404), REFUSED))
+
+
+def test_an_error_that_caused_itself_is_looked_at_once() -> None:
+    error = ValueError("no")
+    error.__cause__ = caused(UserError("why"), error)
+    assert [*itertools.islice(causes(error), 3)] == [error, error.__cause__]
 
 
 GLOO = RuntimeError("[/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1234")

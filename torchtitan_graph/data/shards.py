@@ -30,7 +30,7 @@ from torchtitan_graph.data.sources import digest_files
 from torchtitan_graph.data.tokenizer import Tokenizer
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.patience import refuse_unreadable
-from torchtitan_graph.small_files import read_json, read_small
+from torchtitan_graph.small_files import read_json, read_small, sync
 
 INDEX = "shards.json"
 FORMATS = {False: "token shards 1", True: "token shards with targets 2"}  # by whether documents are packed whole
@@ -200,6 +200,7 @@ def write_shards(
     index = {**job, "shards": shard, "documents": num_documents, "tokens": num_tokens, "dtype": dtype.str}
     files = [DataFile(part / _name(name, number)) for number in range(shard) for name in _names(is_whole)]
     _write(part / INDEX, json.dumps({**index, "files": _files_digest(files)}, indent=1).encode())
+    sync(part)
     os.rename(part, folder)
 
 

@@ -11,7 +11,7 @@ from torchtitan_graph.data.counts import Counts
 from torchtitan_graph.data.document import Tokens
 from torchtitan_graph.data.packing import Cursor, Lane, Packing
 from torchtitan_graph.data.tokenizer import ByteTokenizer
-from torchtitan_graph.data.whole_lane import WINDOW_ROWS, WholeLane, best_fit, open_lane
+from torchtitan_graph.data.whole_lane import WINDOW_ROWS, WholeLane, best_fit, open_lane, window_rows
 from torchtitan_graph.errors import UserError
 
 TOKENIZER = ByteTokenizer()
@@ -269,6 +269,10 @@ def test_best_fit_fills_rows(sizes):
     assert all(0 < size <= 10 for size in filled)
     assert sum(size <= 5 for size in filled) <= 1  # two such bins would have been one
     assert bins == sorted(bins)
+
+
+def test_windows_are_of_a_number_of_tokens_within_bounds_of_rows():
+    assert [window_rows(seq_len) for seq_len in (128, 2048, 8192)] == [128, 64, 32]
 
 
 def test_windows_follow_each_other():

@@ -28,7 +28,7 @@ from s3 import Request, Store, at_first
 from torchtitan_graph.config import check_data
 from torchtitan_graph.config.job import ValidationSet
 from torchtitan_graph.config.load import load
-from torchtitan_graph.data import DataLoader, batches, build_dataloader, lines, remote_file, sources
+from torchtitan_graph.data import DataLoader, batches, build_dataloader, lines, node_cache, remote_file, sources
 from torchtitan_graph.data.addresses import list_files
 from torchtitan_graph.data.corpus import ShuffledCorpus, document_key
 from torchtitan_graph.data.forms import RowFormat
@@ -239,6 +239,22 @@ def test_what_was_used_longest_ago_makes_room_and_what_is_used_stays(tmp_path):
     del entry
     cache.open("4", size=200)
     assert not folders[2].exists() and (tmp_path / "cache" / "mine").exists()
+
+
+def test_what_is_opened_again_was_not_used_longest_ago(tmp_path):
+    cache = NodeCache(str(tmp_path), 1000)
+    for number in range(2):
+        os.utime(cache.open(str(number), size=400).folder / "used", (number, number))
+    older = cache.open("0").folder
+    gc.collect()
+    cache.open("2", size=400)
+    assert older.exists() and len([*tmp_path.glob("*/data")]) == 2
+
+
+def test_a_part_of_the_disk_stays_free(tmp_path, monkeypatch):
+    monkeypatch.setattr(node_cache, "_DISK_LEFT", 1.0)
+    with pytest.raises(UserError, match="may grow by 0 GB"):
+        NodeCache(str(tmp_path)).open("0", size=1)
 
 
 @pytest.mark.parametrize(

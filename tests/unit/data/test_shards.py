@@ -284,7 +284,9 @@ def test_shards_that_change_while_they_are_read_are_named(shards, tmp_path, monk
 
 
 def test_ids_that_the_tokenizer_does_not_have_are_refused(shards, tmp_path):
-    forged = damaged(shards, tmp_path / "f", "tokens-00000.npy", npy(lambda tokens: tokens + 300), keep_digest=False)
+    first = ByteTokenizer().vocab_size
+    change = npy(lambda tokens: np.full_like(tokens, first))
+    forged = damaged(shards, tmp_path / "f", "tokens-00000.npy", change, keep_digest=False)
     with pytest.raises(UserError, match="document 2: its token ids are not of this tokenizer"):
         source_of(forged)[1]
 

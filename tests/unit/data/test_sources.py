@@ -32,6 +32,14 @@ def jsonl(texts) -> bytes:
     return "".join(json.dumps({"id": number, "text": text}) + "\n" for number, text in enumerate(texts)).encode()
 
 
+@pytest.mark.parametrize("size", [1, 5, 16, 17, 18, 100])
+def test_a_line_may_lie_in_several_parts_of_what_is_read_at_once(tmp_path, monkeypatch, size):
+    monkeypatch.setattr(files, "CHUNK", size)
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n\n  \n{"text": "two"}\n \n{"text": "three"}')
+    source = JsonLines(DataFile(tmp_path / "a.jsonl"), RowFormat())
+    assert [source[number] for number in range(len(source))] == ["one", "two", "three"]
+
+
 def write_folder(path: Path) -> None:
     for number, text in enumerate(TEXTS):
         (path / f"part{number % 2}").mkdir(parents=True, exist_ok=True)

@@ -64,6 +64,11 @@ def test_the_rows_are_those_of_datasets(tmp_path):
     assert [x.ids.tolist() for x in found] == [x.ids.tolist() for x in texts(tmp_path / "a.jsonl")]
 
 
+def test_a_row_of_one_blank_value_in_quotation_marks_is_no_blank_line(tmp_path):
+    (tmp_path / "a.csv").write_bytes(b'text\none\n  \n" "\ntwo\n')
+    assert texts(tmp_path / "a.csv") == ["one", " ", "two"]
+
+
 @pytest.mark.parametrize("small", [True, False])
 def test_a_table_is_read_in_any_order_packed_and_in_other_processes(tmp_path, monkeypatch, small):
     if not small:

@@ -30,6 +30,7 @@ def test_questions_name_their_answer_by_number_or_text(tmp_path: Path) -> None:
         ('{"question": "a", "choices": ["1", "2"], "answer": 2}', "answer 2 must be from 0 to 1"),
         ('{"question": "a", "choices": ["1", "2"], "answer": -1}', "answer -1 must be from 0 to 1"),
         ('{"question": "a", "choices": ["1", "2"], "answer": "B"}', "answer 'B' must be one of the choices"),
+        ('{"question": "a", "choices": ["1", "1"], "answer": "1"}', "answer '1' must be one of the choices, or its"),
         ('{"question": "a", "choices": "12", "answer": 0}', "has invalid content"),
         ("", "holds no question"),
     ],
@@ -54,6 +55,15 @@ class Told:
         return [Score(-float(r.num_scored), False) for r in requests]
 
 
+class Plain:
+    """A tokenizer of bytes without a token that begins a document."""
+
+    bos_id, eos_id = None, 0
+
+    def encode(self, text: str) -> list[int]:
+        return [*text.encode()]
+
+
 def test_the_likeliest_choice_counts_by_sum_by_token_and_by_byte() -> None:
     told: Any = Told()
     found = evaluate_choices(told, [Question("ab ", ["c", "de"], 0), Question("ab", ["c", "de"], 1)])
@@ -61,13 +71,19 @@ def test_the_likeliest_choice_counts_by_sum_by_token_and_by_byte() -> None:
     assert all(r.tokens[0] == told.tokenizer.bos_id for r in told.requests)
     # sums -2 and -3, means -1 and -1, over bytes -2 and -1.5
     assert (found.accuracy, found.accuracy_by_token, found.accuracy_by_byte) == (0.5, 0.5, 0.5)
+    assert found.error == 0.5  # the deviation of one of two, over one less than there are
     assert evaluate_choices(told, [Question("ab", ["c", "de"], 1)]).accuracy_by_byte == 1.0
+    assert evaluate_choices(told, [Question("ab", ["c", "é"], 1)]).accuracy_by_byte == 1.0  # two bytes
 
 
-def test_a_prompt_that_is_too_long_loses_its_begin() -> None:
+def test_a_prompt_that_is_too_long_loses_its_begin(caplog: pytest.LogCaptureFixture) -> None:
     told: Any = Told()
     evaluate_choices(told, [Question("0123456789", ["c", "de"], 0)])
     assert [bytes(r.tokens) for r in told.requests] == [b"3456789 c", b"456789 de"]
+    told.tokenizer = Plain()
+    evaluate_choices(told, [Question("01234567", ["\n", "0123456789"], 0)])
+    assert [(bytes(r.tokens), r.num_scored) for r in told.requests] == [(b"01234567\n", 1), (b"123456789", 8)]
+    assert [line.partition(" texts")[0] for line in caplog.messages] == ["2 of 2", "1 of 2"]
 
 
 def test_requests_are_packed_into_rows_that_hold_them() -> None:

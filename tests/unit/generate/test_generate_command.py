@@ -123,6 +123,7 @@ def test_the_configuration_is_found_wherever_the_checkpoint_lies(
         ([".", "--temperature", "nan"], "--temperature nan: must be at least 0"),
         ([".", "--top_p", "0"], "--top_p 0.0: must be above 0 and at most 1"),
         ([".", "--top_k", "5"], "--temperature 0 takes the likeliest token"),
+        ([".", "--num_samples", "2"], "--temperature 0 takes the likeliest token"),
         ([".", "a", "--prompts", "b"], "--prompts and a prompt: give one of them"),
         ([".", "--stop", ""], "--stop '': must be a text"),
         ([".", "--tensor_parallel_degree", "2"], "does not divide 1 processes"),

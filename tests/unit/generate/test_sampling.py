@@ -39,6 +39,7 @@ def test_ties_are_kept_by_top_k_as_in_transformers_and_cut_by_top_p() -> None:
     sampling = Sampling(1.0, top_p=0.5)
     found, expected = (x.sort().values for x in (sampling.probabilities(logits_BV), theirs(logits_BV, sampling)))
     torch.testing.assert_close(found, expected)
+    assert sampling.probabilities(torch.zeros(1, 2)).tolist() == [[1, 0]]  # one sums to just that
 
 
 def test_draws_have_their_probabilities() -> None:

@@ -31,6 +31,7 @@ def test_a_text_is_that_of_all_tokens_together() -> None:
         (["cx"], ["a", "b", "", "cd", "e"], "length"),
         (["ab"], ["", ""], "stop"),
         (["x", "bcd"], ["a", "", "", ""], "stop"),
+        (["d", "bcd"], ["a", "", "", ""], "stop"),  # both are there: the first place counts
         ([], ["a", "b", "c", "d", "e"], "length"),
     ],
 )

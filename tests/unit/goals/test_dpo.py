@@ -64,6 +64,16 @@ def test_a_pair_of_equal_rewards_is_not_right() -> None:
     assert pairs(batch) == 1 and float(metrics["preference_accuracy"]) == 0
 
 
+def test_a_reference_that_is_named_comes_before_the_model_without_its_adapters() -> None:
+    labels, documents = torch.tensor([[1, IGNORE_INDEX, 2, IGNORE_INDEX]]), torch.tensor([[0, 0, 1, 1]])
+    batch = Batch(torch.zeros_like(labels), labels, torch.zeros_like(labels), documents)
+    with_adapters = Given(*torch.randn(2, 1, 4, 3))
+    with_adapters.has_adapters, with_adapters.without_adapters = True, with_adapters  # type: ignore[attr-defined]
+    assert float(dpo(with_adapters, batch)[1]["reward_margin"]) != 0
+    with_adapters.has_reference = False
+    assert float(dpo(with_adapters, batch)[1]["reward_margin"]) == 0
+
+
 def test_rows_without_pairs_count_nothing() -> None:
     empty = torch.full((2, 4), IGNORE_INDEX)
     zeros = torch.zeros(2, 4, dtype=torch.int64)

@@ -9,7 +9,7 @@ from torchtitan_graph.config import load
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.launch import __main__ as launcher
 from torchtitan_graph.launch import replicas
-from torchtitan_graph.launch.replicas import find_unsaved
+from torchtitan_graph.launch.replicas import Group, find_unsaved
 from torchtitan_graph.run.status import FINISHED, Status
 
 
@@ -25,6 +25,18 @@ def test_more_processes_than_gpus_are_refused_before_any_starts(
     with pytest.raises(UserError, match=f"NGPU = {number}: .* there are 8 here"):
         launcher._main(["--job.dump_folder", str(tmp_path), *options])
     assert not list(tmp_path.iterdir())
+
+
+def test_a_group_is_given_up_after_starts_that_got_no_further_than_it_was(tmp_path: Path) -> None:
+    group = Group.__new__(Group)  # no launcher is started
+    group.folder, group.fruitless, group.reached = tmp_path, 0, 0
+    found = []
+    for step in (5, 2, 5, 4):
+        status = Status(tmp_path, total_steps=7)
+        status.done(step)
+        status.write()
+        found.append(group.is_fruitless())
+    assert found == [False, False, False, True] and group.reached == 5
 
 
 def test_a_run_whose_last_step_nobody_saved_is_no_success(tmp_path: Path) -> None:

@@ -3,8 +3,11 @@
 import os
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import IO
 
 import pytest
 
@@ -44,6 +47,28 @@ def test_a_child_whose_file_can_not_be_written_goes_on_which_is_told_once(
     assert printed(Path(path)) == 0
     (told,) = caplog.messages
     assert told.startswith(f"{path}: the output of the child is left out in part ([Errno")
+
+
+def test_a_file_that_took_nothing_for_a_while_is_waited_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(output_module, "MOST_LINES", 1)
+    monkeypatch.setattr(output_module, "PATIENCE_S", 0.01)
+    path, may_open = tmp_path / "log", threading.Event()
+
+    def open_then() -> IO[bytes]:
+        may_open.wait()
+        return path.open("ab", 0)
+
+    copy = output_module._Copy("the output", open_then)
+    while not copy._is_stalled:
+        copy.add(b"x")
+    may_open.set()
+    while not copy._lines.empty():
+        time.sleep(0.001)
+    copy.add(b"y")
+    copy.finish()
+    assert not copy._is_stalled and path.read_bytes().strip(b"x") == b"y"
 
 
 def test_a_child_whose_terminal_is_paused_goes_on(

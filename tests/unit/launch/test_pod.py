@@ -18,7 +18,7 @@ def test_the_first_pod_alone_hosts_the_rendezvous(tmp_path: Path, monkeypatch: p
     words = pod.of_this_pod(tmp_path)
     assert any("is_host=false" in word for word in words) and str(tmp_path / "logs" / "2" / "node-1") in words
     monkeypatch.setenv("JOB_COMPLETION_INDEX", "0")
-    assert any("is_host=true" in word for word in pod.of_this_pod(tmp_path))
+    assert "is_host=true,read_timeout=1800,join_timeout=1800" in pod.of_this_pod(tmp_path)
 
 
 @pytest.mark.parametrize("missing", ENVIRONMENT)

@@ -72,6 +72,7 @@ def test_what_the_batch_script_asks_is_answered(script: Callable[..., str], tmp_
 def test_job_that_is_cancelled_is_not_requeued(script: Callable[..., str]) -> None:
     script("begin")
     assert script("end", JOB="JobId=7 JobState=CANCELLED Reason=None") == "stop"
+    assert script("end", JOB="JobId=7 JobState=PREEMPTED Reason=None") == "stop"
     assert script("end", JOB="JobId=7 JobState=RUNNING Reason=None") == "requeue"
 
 
@@ -191,8 +192,9 @@ def test_what_torchrun_recovered_from_does_not_count(job: FakeJob) -> None:
     assert job.end().again
 
 
-def test_status_of_another_job_says_nothing_of_this_one(job: FakeJob) -> None:
-    job.status("finished", 10)  # of attempt -1
+def test_status_of_an_earlier_attempt_says_nothing_of_this_one(job: FakeJob) -> None:
+    job.begin()
+    job.status("finished", 10)
     job.begin()
     assert job.end() == Decision(True, "a process or a node was lost", [])
 
@@ -217,7 +219,7 @@ def test_attempts_that_slurm_ends_are_capped_too(job: FakeJob) -> None:
 def test_node_that_fails_twice_is_excluded(job: FakeJob) -> None:
     job.begin()
     job.failure("n2", 5)
-    assert job.end() == Decision(True, "a node failed the preflight", [])
+    assert job.end(down=("n2",)) == Decision(True, "a node failed the preflight", [])  # that is one failure
     assert job.begin().exclude == []
     assert job.begin(down=("n2", "n9")).exclude == ["n2"]  # SLURM lost it in the second attempt
     job.status("stopped", 3)

@@ -128,6 +128,12 @@ def test_the_tokens_of_an_earlier_process_are_not_this_one_s_speed(tmp_path: Pat
     assert (line["tokens_per_second"], line["tokens_seen"]) == (50.0, 800)
 
 
+def test_tokens_that_are_taken_back_are_no_negative_speed(tmp_path: Path, clock: Clock) -> None:
+    run(build(tmp_path, start_step=7, tokens_seen=900), 8, 8, clock)
+    (line,) = lines(tmp_path / "metrics.jsonl")
+    assert (line["tokens_per_second"], line["tokens_seen"]) == (0, 800)
+
+
 def test_validation_is_a_line_of_its_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     logs = build(tmp_path)
     logs.log_validation(5, {"validation_loss": 3.25})
@@ -323,6 +329,8 @@ def test_numbers_that_are_not_finite_are_null_with_a_note(tmp_path: Path) -> Non
     }
     (read,) = read_records(path)
     assert math.isnan(read["loss"]) and read["grad_norm"] == math.inf and read["lr"] == 0.5 and len(read) == 5
+    path.write_text('{"step": 3, "loss": null, "not_finite": {"loss": "a word"}}\n')
+    assert [*read_records(path)] == [{"step": 3, "loss": None}]
 
 
 def test_other_ranks_write_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -35,6 +35,7 @@ def rates(num_steps: int = 10, **options: object) -> list[float]:
 def test_warmup_stable_linear_decay() -> None:
     expected = [0.25, 0.5, 0.75, 1, 1, 1, 1, 0.75, 0.5, 0.25]
     assert rates(warmup_steps=4, decay_ratio=0.4) == expected
+    assert rates(warmup_steps=4, decay_ratio=0.39) == expected  # 3.9 steps are 4
 
 
 def test_decay_takes_all_that_follows_the_warmup_by_default() -> None:

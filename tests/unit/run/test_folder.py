@@ -16,7 +16,7 @@ from torchtitan_graph.errors import FolderLost, UserError
 from torchtitan_graph.log import logger
 from torchtitan_graph.run import folder as folder_module
 from torchtitan_graph.run.folder import RunFolder, check_place
-from torchtitan_graph.run.status import FAILED, FINISHED
+from torchtitan_graph.run.status import FAILED, FINISHED, Status
 
 
 def test_the_configuration_is_saved_once_the_run_is_set_up(tmp_path: Path) -> None:
@@ -163,6 +163,21 @@ def test_a_run_whose_file_server_hangs_ends_without_its_folder(
     run.close(FINISHED)
     answers.set()
     assert "the last heartbeat has not ended" in caplog.text and (tmp_path / "run.lock").exists()
+
+
+def test_a_configuration_at_an_address_binds_once_there_is_a_checkpoint(tmp_path: Path) -> None:
+    words = ["--checkpoint.enable", "--checkpoint.remote_folder", f"file://{tmp_path / 'there'}"]
+    for seq_len in ("32", "64"):
+        words = [*words, "--job.dump_folder", str(tmp_path / seq_len), "--training.seq_len", seq_len]
+        RunFolder(load(words)).close(FINISHED)
+
+
+@pytest.mark.parametrize(("state", "step", "found"), [(FINISHED, 3, True), (FAILED, 3, False), (FINISHED, 2, False)])
+def test_a_group_has_finished_that_says_so_of_all_steps(state: str, step: int, found: bool, tmp_path: Path) -> None:
+    status = Status(tmp_path, total_steps=3)
+    status.done(step)
+    status.write(state)
+    assert folder_module._has_finished(tmp_path, 3) == found
 
 
 def test_a_configuration_that_is_no_file_is_not_compared(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

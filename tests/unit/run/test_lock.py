@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from disks import fill, small_disk
 from torchtitan_graph.errors import FolderLost, UserError
 from torchtitan_graph.log import logger
 from torchtitan_graph.run import lock as lock_module
@@ -320,6 +321,26 @@ def test_a_file_system_without_links_has_locks(tmp_path: Path, monkeypatch: pyte
         Lock(tmp_path)
     lock.release()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_link_whose_answer_was_lost_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file server has made it, and the client asked again."""
+    link = os.link
+
+    def link_and_ask_again(old: Path, new: Path) -> None:
+        link(old, new)
+        link(old, new)
+
+    monkeypatch.setattr(os, "link", link_and_ask_again)
+    Lock(tmp_path, wait=lambda seconds: True).check()
+
+
+def test_a_full_disk_leaves_no_empty_lock(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "64k") as disk:
+        fill(disk)
+        with pytest.raises(OSError, match="No space left"):
+            Lock(disk)
+        assert not (disk / "run.lock").exists()
 
 
 def test_what_killed_processes_left_beside_the_lock_goes(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from disks import fill, small_disk
 from torchtitan_graph import stop
 from torchtitan_graph.plan.ranks import load_dry
-from torchtitan_graph.run.status import FINISHED, STOPPED, TIMES, Status, read_status
+from torchtitan_graph.run.status import FINISHED, STOPPED, TIMES, Status, activity_of, read_status
 
 
 def written(folder: Path) -> dict[str, Any]:
@@ -101,6 +101,27 @@ def test_what_a_person_looks_for_is_there(tmp_path: Path, monkeypatch: pytest.Mo
     assert (found["time_utc"], found["times"]["useful"]) == ("2027-01-15 08:06:40+00:00", "0:06:40")
     status.write(FINISHED)
     assert written(tmp_path)["time_left"] is None
+
+
+def test_a_run_whose_heart_has_missed_three_beats_does_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Status(tmp_path, total_steps=1)
+    at = written(tmp_path)["time"]
+    for age, found in ((29, "startup"), (31, None)):
+        monkeypatch.setattr(time, "time", lambda age=age: at + age)
+        assert activity_of(tmp_path) == found
+
+
+def test_no_more_is_lost_than_was_useful(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = 1000.0
+    monkeypatch.setattr(time, "time", lambda: clock)
+    monkeypatch.setattr(stop, "START", clock)
+    status = Status(tmp_path, total_steps=100)
+    status.resume(0, 100)
+    clock += 4
+    status.lose(6)  # of a step that began before
+    status.write()
+    seconds = written(tmp_path)["seconds"]
+    assert (seconds["useful"], seconds["lost"]) == (0, 4)
 
 
 def test_torn_or_missing_status_counts_as_none(tmp_path: Path) -> None:

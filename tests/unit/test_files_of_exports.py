@@ -32,7 +32,7 @@ def base(tmp_path: Path) -> Path:
         "additional_chat_templates/tool_use.jinja": "with tools",
         "additional_chat_templates/rag.jinja": "with documents",
         "config.json": {"model_type": "llama", "eos_token_id": 5, "max_position_embeddings": 99, "hidden_size": 3},
-        "generation_config.json": {"_from_model_config": True, "top_k": 9, "eos_token_id": 7},
+        "generation_config.json": {"_from_model_config": True, "bos_token_id": 3, "top_k": 9, "eos_token_id": 7},
         "LICENSE": "as you like",
         "added_tokens.json": {},
         "model.safetensors": "weights",
@@ -66,7 +66,7 @@ def test_an_export_has_what_the_base_has_and_what_ends_a_text(base: Path, tmp_pa
     assert (out / "chat_template.jinja").read_text() == (base / "chat_template.jinja").read_text()
     assert (out / "additional_chat_templates" / "tool_use.jinja").read_text() == "with tools"
     # Listed ones first, then what a turn ends with, then what a document ends with.
-    assert read(out / "generation_config.json") == {"bos_token_id": BOS, "top_k": 9, "eos_token_id": [7, BOS, EOS]}
+    assert read(out / "generation_config.json") == {"bos_token_id": 3, "top_k": 9, "eos_token_id": [7, BOS, EOS]}
     # Some readers take the template here before that of the file; the end of a document was found by its usual name.
     expected = {"bos_token": "<|bos|>", "eos_token": "<|eos|>", "tokenizer_class": "PreTrainedTokenizerFast"}
     assert read(out / "tokenizer_config.json") == {**expected, "model_max_length": 77}

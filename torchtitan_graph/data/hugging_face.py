@@ -166,7 +166,7 @@ def _write_arrow(file: DataFile, cache: NodeCache, path: Path) -> None:
             num_bytes = file.size / max(1, table.metadata.num_rows)  # of a row
             with arrow.ipc.new_stream(sink, table.schema_arrow) as writer:
                 for batch in table.iter_batches(batch_size=_ROWS_OF_ARROW):
-                    cache.grow(path, batch.nbytes)
+                    cache.grow(batch.nbytes)
                     with cache.refuse_unwritable():
                         writer.write_batch(batch)
                     progress.add(int(num_bytes * len(batch)))

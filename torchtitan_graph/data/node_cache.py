@@ -75,7 +75,7 @@ class NodeCache:
                 file = folder / "data"
                 missing = size and not (file.exists() and file.stat().st_size == size)
                 if missing:
-                    self._make_room(size, folder)
+                    self._make_room(size)
                 folder.mkdir(exist_ok=True)
                 descriptor = os.open(folder / "used", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
                 fcntl.flock(descriptor, fcntl.LOCK_SH)
@@ -121,17 +121,17 @@ class NodeCache:
             why = why_unwritable(self.folder, error)
             raise Unwritable(f"training.cache_folder = {str(self.folder)!r} can't be written: {why}") from error
 
-    def grow(self, path: Path, size: int) -> None:
-        """Make room for `size` more bytes of an entry, of which `path` is a part; raise Full if there is none."""
+    def grow(self, size: int) -> None:
+        """Make room for `size` more bytes of an entry; raise Full if there is none."""
         with _locked(self.folder / "lock"):
-            self._make_room(size, path.parent)
+            self._make_room(size)
 
-    def _make_room(self, size: int, entry: Path) -> None:
+    def _make_room(self, size: int) -> None:
         """Count `size` more bytes of an entry, and delete entries that are not used until they fit; raise Full, and
         delete none, if they can't."""
         used = self._read_used()
         if used is None or self._room(used) < size:
-            used = self._scan_and_free(size, entry)
+            used = self._scan_and_free(size)
         write_text(self.folder / _USED, f"{used.reserved + size} {used.written}")
 
     def _room(self, used: "_Used") -> float:
@@ -145,7 +145,7 @@ class NodeCache:
         except (OSError, UserError, ValueError, TypeError):  # there is none yet
             return None
 
-    def _scan_and_free(self, size: int, entry: Path) -> "_Used":
+    def _scan_and_free(self, size: int) -> "_Used":
         """Return what all entries use, after some are deleted, if they must be, so that `size` more bytes fit."""
         for path in self.folder.glob(f"*{_DELETED}"):  # of a process that was killed
             shutil.rmtree(path)
@@ -156,7 +156,7 @@ class NodeCache:
         with contextlib.ExitStack() as stack:
             if (room := self._room(used)) < size:
                 for folder in folders:
-                    if folder != entry and (locked := _try_lock(folder / "used")) is not None:
+                    if (locked := _try_lock(folder / "used")) is not None:
                         stack.callback(os.close, locked)
                         unused.append((os.fstat(locked).st_mtime, folder))
             if room + sum(sizes[folder].reserved for _, folder in unused) < size:
@@ -203,7 +203,7 @@ class Arrays:
     def _keep(self, cache: NodeCache, build: Callable[[], list[np.ndarray]]) -> None:
         def write(part: Path) -> None:
             self.arrays = build()
-            cache.grow(part, sum(array.nbytes for array in self.arrays))
+            cache.grow(sum(array.nbytes for array in self.arrays))
             with cache.refuse_unwritable():
                 part.mkdir()
                 for number, array in enumerate(self.arrays):

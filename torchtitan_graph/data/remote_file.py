@@ -230,7 +230,7 @@ class _Packed(DataFile):
 
     def _build(self, path: Path) -> None:
         progress = Progress(f"reading {len(self._files):,} files", total := sum(file.size for file in self._files))
-        self._cache.grow(path, total)
+        self._cache.grow(total)
         with path.open("wb") as whole:
             for content in _ahead([partial(file.fetch, 0, file.size) for file in self._files], _SMALL_AT_ONCE):
                 with self._cache.refuse_unwritable():

@@ -57,7 +57,7 @@ class UnpackedFile(DataFile):
         try:
             with _unpacking(packed, progress) as content:
                 while chunk := content.read(CHUNK):
-                    cache.grow(path, len(chunk))
+                    cache.grow(len(chunk))
                     with cache.refuse_unwritable(), path.open("ab") as file:
                         file.write(chunk)
         except UserError:

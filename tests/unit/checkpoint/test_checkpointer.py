@@ -19,7 +19,7 @@ from torchtitan_graph.checkpoint import (
     load_model,
 )
 from torchtitan_graph.checkpoint import folder as folder_module
-from torchtitan_graph.checkpoint.folder import name_for_model, newest_below
+from torchtitan_graph.checkpoint.folder import excess_steps, name_for_model, newest_below
 from torchtitan_graph.checkpoint.metadata import read_metadata
 from torchtitan_graph.config import job
 from torchtitan_graph.errors import UserError
@@ -252,6 +252,13 @@ def test_a_longer_run_keeps_the_model_that_the_run_ended_with(interval: int, tmp
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
     load_model(tmp_path / kept, model)
     assert [p.flatten().tolist() for p in model.parameters()] == ended.bits()[:4]
+
+
+def test_what_is_deleted_is_the_oldest_beyond_the_number_that_is_kept() -> None:
+    assert excess_steps([1, 2, 3, 4], 4, 2, 0) == [1, 2]
+    assert excess_steps([1, 2, 3, 4], 4, 2, 0, best=1) == [2] == excess_steps([1, 2, 3, 4], 4, 1, 3, best=1)
+    for kept in (0, 4, 5, 6):  # all of them
+        assert excess_steps([1, 2, 3, 4], 4, kept, 0) == []
 
 
 def test_each_model_that_makes_place_has_a_name_of_its_own() -> None:

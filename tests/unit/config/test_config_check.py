@@ -133,6 +133,8 @@ def test_batch_must_divide() -> None:
         " * data-parallel degree 2 = 16, such as 16 or 32, or -1"
     ]
     assert "4 = 32, such as 32, or -1" in problems("--training.global_batch_size 24", 4)[0]
+    wrong = "--training.global_batch_size 20 --parallelism.data_parallel_shard_degree 3"
+    assert len(problems(wrong, 2)) == 1, "the degrees alone: they may become others"
 
 
 def test_sequence_parallel_must_divide() -> None:
@@ -457,6 +459,7 @@ def test_the_rate_after_a_schedule_is_said(arguments: str, said: str) -> None:
     config = load([*arguments.split(), "--lr_scheduler.total_steps", "10"])
     (notice,) = check(config, 1)
     assert said in notice
+    assert not check(load([*arguments.split(), "--lr_scheduler.total_steps", "10", "--training.steps", "10"]), 1)
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=config.optimizer.lr)
     last = build_lr_scheduler(optimizer, config.lr_scheduler, 1000).factor(10)  # of step 11
     assert f"{config.optimizer.lr * last:g}" in (notice if last else "0")
@@ -488,6 +491,7 @@ def test_what_divides_no_stages_is_said() -> None:
     [
         ("--checkpoint.remote_folder s4://bucket/run", "remote_folder = 's4://bucket/run': unknown protocol 's4'; kno"),
         ("--checkpoint.remote_folder absent://bucket/run", "is not installed; pip install it (Install nothing_there)"),
+        ("--validation.sets [{name='a',dataset_path='s4://b'}]", "validation.sets: entry 1: unknown protocol 's4'"),
         ("--checkpoint.remote_folder /data/run", "a plain folder is file:///path/of/the/folder"),
         ("--checkpoint.remote_folder file:///", "must be an address such as s3://bucket/run"),
         ("--checkpoint.remote_folder memory://a/run[1]", "must not hold any of * ? [ ]"),

@@ -5,6 +5,7 @@ import gc
 import gzip
 import itertools
 import json
+import math
 import multiprocessing
 import os
 import pickle
@@ -29,7 +30,7 @@ from torchtitan_graph.config import check_data
 from torchtitan_graph.config.job import ValidationSet
 from torchtitan_graph.config.load import load
 from torchtitan_graph.data import DataLoader, batches, build_dataloader, lines, node_cache, remote_file, sources
-from torchtitan_graph.data.addresses import list_files
+from torchtitan_graph.data.addresses import find_change, list_files
 from torchtitan_graph.data.corpus import ShuffledCorpus, document_key
 from torchtitan_graph.data.forms import RowFormat
 from torchtitan_graph.data.node_cache import NodeCache
@@ -206,6 +207,27 @@ def test_a_file_that_changes_is_another_and_named_while_it_is_read(store, monkey
     assert open_corpus("", f"{store.address}/book.txt", "all", 0).source[0] == first.replace("(", "[")
 
 
+def test_a_change_is_seen_though_the_library_keeps_listings(store):
+    store.put("corpus/x.txt", b"one")
+    (file,) = list_files("", f"{store.address}/corpus").files
+    fs, path = fsspec.core.url_to_fs(file.address)
+    assert find_change(fs, path, file) is None
+    fs.find(path.rpartition("/")[0])
+    store.put("corpus/x.txt", b"two")
+    assert find_change(fs, path, file) == "was written since it was opened"
+
+
+def test_a_version_that_a_listing_does_not_tell_is_asked_for_file_by_file(bucket, monkeypatch):
+    store = fsspec.filesystem("memory")
+    store.pipe(f"{bucket}/a/x.txt", b"one")
+    found = store.find(f"{bucket}/a", detail=True)
+    less = {name: {key: info[key] for key in ("name", "size", "type")} for name, info in found.items()}
+    with monkeypatch.context() as patch:
+        patch.setattr(type(store), "find", lambda *_, detail: less)
+        (file,) = list_files("", f"{bucket}/a").files
+    assert [key for key, _ in file.version] == ["created"] and file.name == "x.txt"
+
+
 @pytest.mark.parametrize("name", ["lines.jsonl", "book.txt", "tokens", "lines.jsonl.gz"])
 def test_what_does_not_fit_into_the_cache_is_read_by_ranges_or_refused(tmp_path, bucket, monkeypatch, name):
     monkeypatch.setattr(sources, "SMALL_CORPUS_BYTES", 0)
@@ -249,6 +271,16 @@ def test_what_is_opened_again_was_not_used_longest_ago(tmp_path):
     gc.collect()
     cache.open("2", size=400)
     assert older.exists() and len([*tmp_path.glob("*/data")]) == 2
+
+
+def test_room_that_is_promised_to_one_is_none_for_another(tmp_path, monkeypatch):
+    monkeypatch.setattr(node_cache, "_DISK_LEFT", 0.0)
+    cache, disk = NodeCache(str(tmp_path), math.inf), os.statvfs(tmp_path)
+    size = disk.f_frsize * disk.f_bavail * 6 // 10
+    entry = cache.open("0", size=size)
+    with pytest.raises(UserError, match="don't fit"):
+        cache.open("1", size=size)
+    assert (entry.folder / "data").stat().st_blocks == 0  # nothing is written yet
 
 
 def test_a_part_of_the_disk_stays_free(tmp_path, monkeypatch):

@@ -48,6 +48,14 @@ def write_folder(path: Path) -> None:
     (path / ".hidden.txt").write_text("no document")
 
 
+def test_files_are_in_the_order_of_their_folders_without_hidden_ones(tmp_path):
+    for name in ("a-b/x.txt", "a/x.txt", "a/__pycache__/x.txt", "a/.x/x.txt", "a/.x.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    source = open_corpus("", f"file://{tmp_path}", "all", 0).source
+    assert [source[number] for number in range(len(source))] == ["a/x.txt", "a-b/x.txt"]
+
+
 def write_parquet(path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")

@@ -11,7 +11,7 @@ import pytest
 
 from pool import run_on
 from torchtitan_graph.log import logger
-from torchtitan_graph.metrics.health import FEWEST, Alarm, Leaps, compare_ranks
+from torchtitan_graph.metrics.health import FEWEST, Alarm, Leaps, compare_ranks, limit
 
 
 @pytest.fixture(autouse=True)
@@ -101,6 +101,10 @@ def test_the_slowest_rank_is_found_by_all_and_told_by_one() -> None:
 def test_a_small_difference_is_no_warning(slowest_s: float, share: float) -> None:
     (_, told), _ = run_on(2, compare, [(1.0, 0.5), (slowest_s, 0.0)], share=share)
     assert told == []
+
+
+def test_a_loss_below_0_has_the_least_deviation_of_one_above() -> None:
+    assert limit([-5.0] * FEWEST, 10.0) == pytest.approx(-4.5) and limit([5.0] * FEWEST, 10.0) == pytest.approx(5.5)
 
 
 def test_a_step_is_skipped_where_the_alarm_would_ring() -> None:

@@ -8,6 +8,7 @@ import os
 import re
 import resource
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import PIL.Image
@@ -128,10 +129,30 @@ def test_the_tokens_of_an_earlier_process_are_not_this_one_s_speed(tmp_path: Pat
     assert (line["tokens_per_second"], line["tokens_seen"]) == (50.0, 800)
 
 
+def test_ranks_are_not_compared_in_the_first_step_of_a_process_which_warms_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    logs, watched = build(tmp_path, start_step=3), []
+    for step in (4, 5, 8):
+        with logs.watch_work(step):
+            watched.append(logs._work is not None)
+    assert watched == [False, False, True]
+
+
 def test_tokens_that_are_taken_back_are_no_negative_speed(tmp_path: Path, clock: Clock) -> None:
     run(build(tmp_path, start_step=7, tokens_seen=900), 8, 8, clock)
     (line,) = lines(tmp_path / "metrics.jsonl")
     assert (line["tokens_per_second"], line["tokens_seen"]) == (0, 800)
+
+
+def test_every_dashboard_gets_the_samples(tmp_path: Path) -> None:
+    logs, shown = build(tmp_path), []
+    dashboard: Any = SimpleNamespace(texts=lambda step, values: shown.append((step, values)))
+    logs._dashboards = [dashboard, dashboard]
+    logs.log_samples(3, [("a", " b"), ("c", "")])
+    assert shown == [(3, {"samples/1": "a b", "samples/2": "c"})] * 2
 
 
 def test_validation_is_a_line_of_its_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

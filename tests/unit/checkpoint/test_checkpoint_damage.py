@@ -424,7 +424,7 @@ def test_what_is_no_such_file_is_neither_waited_for_nor_read(
         load(tmp_path / "new", initial_load_path=str(run / "step-3"))
 
 
-@pytest.mark.parametrize("name", ["../step-2/__0_0.distcp", "/etc/hostname", "a/b", "x" * 300, "a\0b"])
+@pytest.mark.parametrize("name", ["../step-2/__0_0.distcp", "/etc/hostname", "a/b", "x" * 300, "é" * 200, "a\0b"])
 def test_a_manifest_that_names_files_elsewhere_is_refused(name: str, run: Path) -> None:
     file = run / "step-3" / MANIFEST
     content = json.loads(file.read_text())

@@ -407,6 +407,18 @@ def test_a_run_that_goes_on_excludes_nothing(tmp_path: Path) -> None:
     assert run.bits() == source.bits()
 
 
+def test_a_step_that_was_asked_for_excludes_what_is_told(tmp_path: Path) -> None:
+    Run(tmp_path).checkpointer.save(0, {"step": 0})
+    run = Run(tmp_path, load_step=0, exclude_from_loading=["optimizer"])
+    assert run.load() == {"step": 0} and not run.checkpointer.loaded_optimizer
+
+
+def test_a_run_goes_back_to_before_the_step_whose_weights_it_has(tmp_path: Path) -> None:
+    run = Run(tmp_path, **full()).train(6)
+    assert [run.checkpointer.roll_back(step) for step in (2, 5, 4)] == [None, 4, 2]
+    assert run.bits() == Run(tmp_path / "other", **full()).train(2).bits()
+
+
 # Another model
 
 

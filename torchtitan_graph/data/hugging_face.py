@@ -1,4 +1,4 @@
-"""Corpora of Hugging Face `datasets` (extra `hf`): Parquet files, saved datasets, and streams of the hub."""
+"""Corpora of Hugging Face `datasets` (extra `hf`): tables of Arrow, saved datasets, and streams of the hub."""
 
 import importlib
 import json
@@ -10,9 +10,9 @@ from typing import Any
 from torchtitan_graph.data.columns import find_column, value_of, without_nulls
 from torchtitan_graph.data.corpus import Corpus, Resume, ShuffledCorpus, in_split, num_lanes, option_of, shuffled
 from torchtitan_graph.data.document import Document
-from torchtitan_graph.data.files import DataFile, Progress, Reading
+from torchtitan_graph.data.files import DataFile, Reading
 from torchtitan_graph.data.forms import RowFormat
-from torchtitan_graph.data.node_cache import Entry, NodeCache
+from torchtitan_graph.data.node_cache import Entry
 from torchtitan_graph.data.row_forms import Form
 from torchtitan_graph.data.sources import Chain, Source, digest_files
 from torchtitan_graph.errors import UserError
@@ -20,7 +20,6 @@ from torchtitan_graph.patience import retry_io
 from torchtitan_graph.small_files import read_json
 from torchtitan_graph.transient import is_transient
 
-_ROWS_OF_ARROW = 1000  # in a batch; a row is read by its batch's place
 _SHUFFLED_TOGETHER = 256  # documents of a stream; every lane that a process reads has so many in memory
 
 
@@ -30,12 +29,12 @@ class Rows:
     Keys of objects that are null are left out: a table has one schema for all its rows.
     """
 
-    def __init__(self, rows: Any, reading: RowFormat, name: str, digest: str, entry: Entry | None = None) -> None:
+    def __init__(
+        self, rows: Any, form: Form, reading: RowFormat, name: str, digest: str, entry: Entry | None = None
+    ) -> None:
         self._entry = entry  # of the cache, as long as it is read
-        columns = {key: _columns_inside(feature) for key, feature in rows.features.items()}
-        self.form: Form = reading.form(columns, name)
-        found = (find_column(columns, column) for column in (*self.form.columns, *self.form.optional))
-        self._rows = rows.select_columns([*dict.fromkeys(keys[0] for keys in found if keys)])
+        self.form = form
+        self._rows = rows.select_columns(used_columns(rows.features, form))
         self._name, self._bad_rows = name, reading.bad_rows(name)
         self.digest, self.is_whole = digest + self.form.digest, self.form.is_whole
         if reading.is_small(self._rows.data.nbytes):
@@ -70,7 +69,7 @@ class StreamedCorpus:
         self._bad_rows = reading.bad_rows(name)
         self._stream, self._name = stream, name
         self._split, self._seed = split, seed
-        self._release = str(_import_datasets(name).__version__)
+        self._release = str(import_datasets(name).__version__)
         self._resumes: dict[int, dict[int, Resume]] = {}  # of each lane, by document
         self.num_lanes = num_lanes(stream.num_shards)
         self.digest = f"{split} of {name}, {stream.num_shards} shards, {self.form.digest}"
@@ -143,35 +142,22 @@ class StreamedCorpus:
         return json.dumps(content, default=str)
 
 
+def form_of_features(features: Any, reading: RowFormat, name: str) -> Form:
+    """Return how the rows of a table with these features are read."""
+    return reading.form(_columns_inside(features) or {}, name)
+
+
+def used_columns(features: Any, form: Form) -> list[str]:
+    """Return the columns of a table that a form reads: those whole in which its columns are."""
+    columns = _columns_inside(features) or {}
+    found = (find_column(columns, column) for column in (*form.columns, *form.optional))
+    return [*dict.fromkeys(keys[0] for keys in found if keys)]
+
+
 def _columns_inside(feature: Any) -> Any:
     """Return what a column of objects has inside, None for any other."""
     inner = feature if isinstance(feature, dict) else {}
     return {key: _columns_inside(each) for key, each in inner.items()} or None
-
-
-def open_parquet(file: DataFile, reading: RowFormat) -> Source:
-    """Open a Parquet file, which is written to the node's cache as Arrow first, once, for reading in any order."""
-    datasets = _import_datasets(file.path)
-    path, entry = reading.cache.make("arrow", file.key, build=partial(_write_arrow, file, reading.cache))
-    return Rows(datasets.Dataset.from_file(str(path)), reading, file.path, digest_files([file], [file.base]), entry)
-
-
-def _write_arrow(file: DataFile, cache: NodeCache, path: Path) -> None:
-    """Write the rows of a Parquet file as a stream of Arrow."""
-    arrow, parquet = (importlib.import_module(name) for name in ("pyarrow", "pyarrow.parquet"))
-    local = file.local()
-    progress = Progress(f"writing {file.path} as Arrow", file.size)
-    try:
-        with parquet.ParquetFile(local) as table, arrow.OSFile(str(path), "wb") as sink:
-            num_bytes = file.size / max(1, table.metadata.num_rows)  # of a row
-            with arrow.ipc.new_stream(sink, table.schema_arrow) as writer:
-                for batch in table.iter_batches(batch_size=_ROWS_OF_ARROW):
-                    cache.grow(batch.nbytes)
-                    with cache.refuse_unwritable():
-                        writer.write_batch(batch)
-                    progress.add(int(num_bytes * len(batch)))
-    except arrow.ArrowException as error:
-        raise UserError(f"{file.path}: not a Parquet file that can be read: {error}") from error
 
 
 def is_saved_dataset(names: Collection[str]) -> bool:
@@ -181,7 +167,7 @@ def is_saved_dataset(names: Collection[str]) -> bool:
 
 def open_saved(path: Path, reading: RowFormat, split: str, seed: int) -> Corpus:
     """Open a dataset written by `save_to_disk`. Its own splits (validation, or else test) are used."""
-    datasets = _import_datasets(str(path))
+    datasets = import_datasets(str(path))
     for name in ("dataset_dict.json", "state.json", "dataset_info.json"):
         for file in (path / name, *path.glob(f"*/{name}")):
             if file.exists():
@@ -196,7 +182,8 @@ def open_saved(path: Path, reading: RowFormat, split: str, seed: int) -> Corpus:
 
     def rows(part: str) -> Source:
         folder = path / part if isinstance(saved, dict) else path
-        return Rows(parts[part], reading, str(folder), _digest(folder))
+        form = form_of_features(parts[part].features, reading, str(folder))
+        return Rows(parts[part], form, reading, str(folder), _digest(folder))
 
     held_out = next((name for name in ("validation", "test") if name in parts), None)
     if split == "all":
@@ -215,7 +202,7 @@ def _digest(folder: Path) -> str:
 
 def open_hub(name: str, reading: RowFormat, split: str, seed: int) -> Corpus:
     """Stream a dataset of the hub, "owner/name" or "owner/name:config". Its own validation split is used."""
-    datasets = _import_datasets(name)
+    datasets = import_datasets(name)
     repository, _, config = name.partition(":")
     try:
         parts = datasets.get_dataset_split_names(repository, config or None)
@@ -238,7 +225,8 @@ def _origin(error: BaseException) -> BaseException:
     return error
 
 
-def _import_datasets(wanted_for: str) -> Any:
+def import_datasets(wanted_for: str) -> Any:
+    """Return the package `datasets`; raise UserError if it is missing."""
     try:
         return importlib.import_module("datasets")
     except ImportError as error:

@@ -20,10 +20,11 @@ from torchtitan_graph.data.corpus import Corpus, ShuffledCorpus, option_of
 from torchtitan_graph.data.describe import log_corpus
 from torchtitan_graph.data.files import DataFile
 from torchtitan_graph.data.forms import RowFormat
-from torchtitan_graph.data.hugging_face import is_saved_dataset, open_hub, open_parquet, open_saved
+from torchtitan_graph.data.hugging_face import is_saved_dataset, open_hub, open_saved
 from torchtitan_graph.data.lines import JSON_SUFFIXES, JsonLines
 from torchtitan_graph.data.mixture import Mixture
 from torchtitan_graph.data.own import OwnSource, is_own
+from torchtitan_graph.data.parquet import open_parquet
 from torchtitan_graph.data.places import Place, find_place, local_path, same_place
 from torchtitan_graph.data.remote_file import packed_together
 from torchtitan_graph.data.row_forms import Text

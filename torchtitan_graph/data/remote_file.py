@@ -32,7 +32,7 @@ from torchtitan_graph.log import logger
 from torchtitan_graph.patience import refuse_unreadable, retry_io
 from torchtitan_graph.transient import is_transient
 
-_AT_ONCE, _SMALL_AT_ONCE = 8, 32  # requests for blocks, and for small files
+AT_ONCE, _SMALL_AT_ONCE = 8, 32  # requests for blocks, and for small files
 _LOOK_S = 0.02  # between two looks at whether another process has read a block
 _CHECK_S = 30.0  # between two looks at whether a file that is not kept has changed
 
@@ -100,7 +100,7 @@ class RemoteFile(DataFile):
 
     def chunks(self) -> Iterator[bytes]:
         self._open()  # not by each thread
-        yield from _ahead([partial(self.read_part, start, CHUNK) for start in range(0, self.size, CHUNK)], _AT_ONCE)
+        yield from ahead([partial(self.read_part, start, CHUNK) for start in range(0, self.size, CHUNK)], AT_ONCE)
 
     def local(self) -> Path:
         if not self.size:  # an empty file has no block
@@ -186,6 +186,42 @@ class RemoteFile(DataFile):
         return content
 
 
+class EndsFile(RemoteFile):
+    """A file at an address of which both ends are kept, and what is between is read from there each time.
+
+    Args:
+        size: bytes that are kept at each end.
+        find_more: returns how many are kept at the end if they are more, from its last `size` ones.
+    """
+
+    def __init__(self, file: RemoteFile, size: int, find_more: Callable[[bytes], int]) -> None:
+        super().__init__(file._found, file._cache)
+
+        def build(path: Path) -> None:
+            first, last = self.fetch(0, min(size, self.size)), self.fetch(max(0, self.size - size), self.size)
+            if (more := find_more(last)) > size:
+                last = self.fetch(max(0, self.size - more), self.size)
+            self.check()
+            self._cache.grow(path, len(first + last))
+            with self._cache.refuse_unwritable():
+                path.write_bytes(first + last)
+
+        path, self._entry = self._cache.make("ends", self.key, build=build)
+        content = path.read_bytes()
+        self._beginning, self._end = content[:size], content[size:]
+
+    def read_part(self, start: int, count: int) -> bytes:
+        end, begin_end = min(start + count, self.size), self.size - len(self._end)
+        if end <= len(self._beginning):
+            content = self._beginning[start:end]
+        elif start >= begin_end:
+            content = self._end[start - begin_end : end - begin_end]
+        else:
+            content = self.fetch(start, end)
+        count_read(len(content))
+        return content
+
+
 class _Part(DataFile):
     """A file at an address that is a part of a file in the node's cache."""
 
@@ -232,7 +268,7 @@ class _Packed(DataFile):
         progress = Progress(f"reading {len(self._files):,} files", total := sum(file.size for file in self._files))
         self._cache.grow(total)
         with path.open("wb") as whole:
-            for content in _ahead([partial(file.fetch, 0, file.size) for file in self._files], _SMALL_AT_ONCE):
+            for content in ahead([partial(file.fetch, 0, file.size) for file in self._files], _SMALL_AT_ONCE):
                 with self._cache.refuse_unwritable():
                     whole.write(content)
                 progress.add(len(content))
@@ -252,12 +288,12 @@ def packed_together(files: Sequence[DataFile], cache: NodeCache) -> list[DataFil
     return [_Part(file, packed, start) for file, start in zip(files, starts, strict=False)]
 
 
-_free = BoundedSemaphore(_AT_ONCE)
+_free = BoundedSemaphore(AT_ONCE)
 
 
 def _renew_free() -> None:  # in a forked process, whose parent's threads are not there
     global _free
-    _free = BoundedSemaphore(_AT_ONCE)
+    _free = BoundedSemaphore(AT_ONCE)
 
 
 os.register_at_fork(after_in_child=_renew_free)
@@ -280,7 +316,7 @@ def _in_background(call: Callable[[], None], finish: Callable[[], None]) -> "Fut
     return future
 
 
-def _ahead(calls: Iterable[Callable[[], bytes]], number: int) -> Iterator[bytes]:
+def ahead(calls: Iterable[Callable[[], bytes]], number: int) -> Iterator[bytes]:
     """Yield the results of calls in their order, up to `number` of them at work at a time."""
     with ThreadPoolExecutor(number) as pool:
         ahead: deque[Future[bytes]] = deque()

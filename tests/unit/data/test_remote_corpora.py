@@ -29,12 +29,13 @@ from s3 import Request, Store, at_first
 from torchtitan_graph.config import check_data
 from torchtitan_graph.config.job import ValidationSet
 from torchtitan_graph.config.load import load
-from torchtitan_graph.data import DataLoader, batches, build_dataloader, lines, node_cache, remote_file, sources
+from torchtitan_graph.data import DataLoader, batches, build_dataloader, files, lines, node_cache, parquet, remote_file, sources
 from torchtitan_graph.data.addresses import find_change, list_files
 from torchtitan_graph.data.corpus import ShuffledCorpus, document_key
 from torchtitan_graph.data.forms import RowFormat
 from torchtitan_graph.data.node_cache import NodeCache
 from torchtitan_graph.data.open_corpus import list_corpora, open_corpus
+from torchtitan_graph.data.parquet import open_parquet
 from torchtitan_graph.data.places import find_place
 from torchtitan_graph.data.shards import write_shards
 from torchtitan_graph.data.tokenizer import ByteTokenizer
@@ -149,7 +150,7 @@ def test_a_store_that_fails_gives_the_same_rows_and_a_second_start_asks_for_none
 
 
 def is_read(request: Request) -> bool:
-    return request.method == "GET" and "lines.jsonl" in request.path and "list-type" not in request.path
+    return request.method == "GET" and not request.is_list
 
 
 def read_there(address: str, there: Connection) -> None:
@@ -327,6 +328,54 @@ def test_a_pattern_reads_the_files_that_match(tmp_path):
         assert {source[i] for i in range(len(source))} == {f"{name}.jsonl" for name in names.split()}
     with pytest.raises(UserError, match="matches no file"):
         open_corpus("", str(tmp_path / "*.csv"), "all", 0)
+
+
+def write_wide_parquet(path: Path, end: str = "") -> None:
+    """Write texts, alone and inside a column, between large columns, in groups of 100 rows."""
+    arrow, parquet = (pytest.importorskip(name) for name in ("pyarrow", "pyarrow.parquet"))
+    chance = random.Random(1)
+    data = [{"picture": chance.randbytes(300), "kept": text + end} for text in TEXTS]
+    columns = {"picture": [chance.randbytes(5000) for _ in TEXTS], "a.text": [text + end for text in TEXTS]}
+    table = arrow.table({**columns, "more": [chance.randbytes(5000) for _ in TEXTS], "data": data})
+    parquet.write_table(table, path, row_group_size=100, compression="none", use_dictionary=["a.text"])
+
+
+@pytest.mark.parametrize(("column", "most"), [("a.text", 20_000), ("data.kept", 120_000)])
+def test_of_parquet_the_used_columns_are_read_by_ranges(tmp_path, store, monkeypatch, column, most):
+    monkeypatch.setattr(sources, "SMALL_CORPUS_BYTES", 0)
+    monkeypatch.setattr(parquet, "CHUNK", 10_000)
+    monkeypatch.setattr(parquet, "_GAP", 500)
+    monkeypatch.setattr("torchtitan_graph.patience.FIRST_S", 0.01)
+    write_wide_parquet(tmp_path / "wide.parquet")
+    store.put("wide.parquet", (tmp_path / "wide.parquet").read_bytes())
+    reading = RowFormat(ByteTokenizer(), columns={"text": column})
+    here = open_parquet(files.DataFile(tmp_path / "wide.parquet"), reading)
+    listed, before = find_place("x", f"{store.address}/wide.parquet", reading.cache), files.Reading.bytes_read
+    store.plan = at_first(["pass", "503", "pass", "half", "reset", "lost"])
+    store.requests = []
+    there = open_parquet(listed.open("wide.parquet"), reading)
+    assert [there[i] for i in range(300)] == [here[i] for i in range(300)] and there.digest == here.digest
+    ends = 5 * 2**16  # when they are kept, and read by pyarrow and for the digest
+    assert most / 2 < files.Reading.bytes_read - before < most + ends < 3_000_000, "what is read, and no more, counts"
+    came = len([each for each in store.requests if is_read(each) and each.action == "pass"])
+    assert 2 + most / 2 / 10_000 < came <= 3 + 3 * (1 + most // 10_000), "the ends, then parts that are read ahead"
+    store.requests = []
+    again = open_parquet(listed.open("wide.parquet"), reading)
+    assert again[299] == here[299] and not [*filter(is_read, store.requests)], "it is kept"
+
+
+def test_parquet_that_changes_while_it_is_read_is_named(tmp_path, store, monkeypatch):
+    monkeypatch.setattr(sources, "SMALL_CORPUS_BYTES", 0)
+    reading = RowFormat(ByteTokenizer(), columns={"text": "a.text"})
+    for end in ("", "."):  # of another size, and of this one
+        write_wide_parquet(tmp_path / "wide.parquet", end)
+        store.put("wide.parquet", (tmp_path / "wide.parquet").read_bytes())
+        file = find_place("x", f"{store.address}/wide.parquet", reading.cache).open("wide.parquet")
+        write_wide_parquet(tmp_path / "wide.parquet", "" if end else "!")
+        changed = (tmp_path / "wide.parquet").read_bytes()
+        monkeypatch.setattr(parquet, "_parts", lambda *words, new=changed: store.put("wide.parquet", new) or iter(()))
+        with pytest.raises(UserError, match=r"s3://bucket/wide.parquet: (was written|had .* bytes when)"):
+            open_parquet(file, reading)
 
 
 def test_small_files_of_a_folder_are_kept_together(tmp_path, store):

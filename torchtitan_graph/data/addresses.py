@@ -21,7 +21,7 @@ from torchtitan_graph.transient import is_missing_bucket, is_transient
 # What file systems call the version of a file; the first few tell by content.
 _VERSION = ("ETag", "etag", "blob_id", "md5Hash", "crc32c", "content_md5", "version_id", "generation", "mtime")
 _FIND_OF_FSSPEC = [(AbstractFileSystem.find, _find) for _find in (None, AsyncFileSystem._find)]
-_TIME = ("LastModified", "last_modified", "updated", "created")
+_TIME = ("LastModified", "Last-Modified", "last_modified", "updated", "created")
 
 
 class Found(NamedTuple):

@@ -1,6 +1,7 @@
 """A split of a corpus as lanes: streams of documents whose order depends on the corpus and a seed only."""
 
 import hashlib
+from collections import deque
 from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
 
@@ -90,16 +91,23 @@ class ShuffledCorpus:
 
     def documents(self, lane: int, epoch: int, start: int) -> Iterator[tuple[int, Document]]:
         source, total, key = self.source, len(self.source), (self._seed, epoch)
-        end = (total - lane - 1) // self.num_lanes + 1
-        prepared = start if is_remote(source) else end
-        for index in range(start, end):
-            while prepared < min(index + 1 + _PREPARED, end):
-                source.prepare(shuffled(prepared * self.num_lanes + lane, total, key))  # type: ignore[attr-defined]
-                prepared += 1
+        num_ahead = _PREPARED if is_remote(source) else 0
+        ahead: deque[tuple[int, int]] = deque()
+        for index in range(start, (total - lane - 1) // self.num_lanes + 1):
             document = shuffled(index * self.num_lanes + lane, total, key)
-            if in_split(self.split, self.source.identity(document), self._threshold):
-                Reading.documents += 1
-                yield index, self.source[document]
+            if in_split(self.split, source.identity(document), self._threshold):
+                if num_ahead:
+                    source.prepare(document)  # type: ignore[attr-defined]
+                ahead.append((index, document))
+                if len(ahead) > num_ahead:
+                    yield self._take(ahead)
+        while ahead:
+            yield self._take(ahead)
+
+    def _take(self, ahead: deque[tuple[int, int]]) -> tuple[int, Document]:
+        index, document = ahead.popleft()
+        Reading.documents += 1
+        return index, self.source[document]
 
 
 def num_lanes(wanted: float) -> int:

@@ -98,11 +98,13 @@ class DataFile:
 
     name    below the folder that is read, or of the file alone
     key     names the file and its version, for what is kept of it
+    is_kept whether it is on this node, or what is read of it then is
 
     Raises UserError if it is something else, such as a FIFO; OSError as `os.stat`.
     """
 
     is_remote = False
+    is_kept = True
     _num_open = 0
 
     def __init__(self, path: Path, name: str | None = None) -> None:

@@ -86,6 +86,15 @@ class JsonLines:
     def __getitem__(self, index: int) -> Document:
         return self._bad_rows.read(self._read, index)
 
+    @property
+    def is_remote(self) -> bool:
+        return not self._data.is_kept
+
+    def prepare(self, index: int) -> None:
+        line = int(self._documents[index])
+        start, end = map(int, self._line_starts[line : line + 2])
+        self._data.prepare(start, end - start)
+
     def _read(self, index: int) -> Document:
         row, where = self._row(index)
         self._reading.name_unread_columns(row, self.form, where)

@@ -10,6 +10,7 @@ start goes on.
 import contextlib
 import errno
 import fcntl
+import importlib
 import itertools
 import os
 import time
@@ -19,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from threading import BoundedSemaphore, Thread
+from threading import BoundedSemaphore, Lock, Thread
 from typing import Any
 
 from fsspec.core import url_to_fs
@@ -50,14 +51,16 @@ class RemoteFile(DataFile):
         self._cache = cache
         self._entry: Entry | None = None
         self._blocks: _Blocks | None = None
-        self._is_kept = True
         self._opened: tuple[int, Any, str] = (0, None, "")
-        self._coming: dict[int, Future[None]] = {}  # blocks that are read in the background
+        # What is read in the background: blocks by number, and parts of a file that is not kept.
+        self._coming: dict[int | tuple[int, int], Future[Any]] = {}
+        self._ahead = 0, b""  # what came last of a file that is not kept, from which byte on
+        self._knows_ranges: bool | None = None
         self._file_system()
         self._check_at = 0.0
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_entry": None, "_blocks": None, "_opened": (0, None, ""), "_coming": {}}
+        return {**self.__dict__, "_entry": None, "_blocks": None, "_opened": (0, None, ""), "_coming": {}, "_ahead": (0, b"")}
 
     @property
     def key(self) -> str:
@@ -71,7 +74,7 @@ class RemoteFile(DataFile):
         if count <= 0:
             return b""
         if (blocks := self._open()) is None:
-            content = self.fetch(start, start + count)
+            content = self._read_unkept(start, count)
             if time.monotonic() >= self._check_at:
                 self.check()
                 self._check_at = time.monotonic() + _CHECK_S
@@ -87,16 +90,38 @@ class RemoteFile(DataFile):
         count_read(len(content))
         return content
 
+    def _read_unkept(self, start: int, count: int) -> bytes:
+        """Return a part of a file that is not kept: where parts follow each other, more each time, up to a block."""
+        self._file_system()
+        if (coming := self._coming.pop((start, count), None)) is not None:
+            return coming.result()  # type: ignore[no-any-return]
+        first, content = self._ahead
+        if not first <= start < start + count <= first + len(content):
+            follows = first < start <= first + len(content)
+            more = min(CHUNK, 2 * len(content)) if follows else 0
+            first, content = start, self.fetch(start, min(start + max(count, more), self.size))
+        self._ahead = (first, content) if count < CHUNK and start + count < self.size else (0, b"")
+        return content[start - first :][:count]
+
     def prepare(self, start: int, count: int) -> None:
-        if count <= 0 or (blocks := self._open()) is None:
+        count = min(count, self.size - start)
+        if count <= 0:
             return
-        for number in range(start // CHUNK, (min(start + count, self.size) - 1) // CHUNK + 1):
-            if not blocks.there[number]:
-                self._file_system()
-                if number not in self._coming:
-                    if not _free.acquire(blocking=False):
-                        return
-                    self._coming[number] = _in_background(partial(self._fill, blocks, number), _free.release)
+        if (blocks := self._open()) is None:
+            self._begin((start, count), partial(self.fetch, start, start + count))
+            return
+        for number in range(start // CHUNK, (start + count - 1) // CHUNK + 1):
+            if not blocks.there[number] and not self._begin(number, partial(self._fill, blocks, number)):
+                return
+
+    def _begin(self, key: int | tuple[int, int], call: Callable[[], Any]) -> bool:
+        """Read something in the background; return whether it is, or others take all the room."""
+        self._file_system()
+        if key not in self._coming:
+            if not _free.acquire(blocking=False):
+                return False
+            self._coming[key] = _in_background(call, _free.release)
+        return True
 
     def chunks(self) -> Iterator[bytes]:
         self._open()  # not by each thread
@@ -131,12 +156,12 @@ class RemoteFile(DataFile):
 
     def _open(self) -> "_Blocks | None":
         """Return what is kept of the file; None if it is too large for that."""
-        if self._blocks is None and self._is_kept:
+        if self._blocks is None and self.is_kept:
             try:
                 self._entry = self._cache.open("blocks", self.key, size=self.size)
             except Full as error:
                 logger.warning(f"{self.path}: is read from there again each time, which is slow. {error}")
-                self._is_kept = False
+                self.is_kept = False
                 return None
             self._blocks = _Blocks(self._entry.folder, -(-self.size // CHUNK))
         return self._blocks
@@ -150,6 +175,8 @@ class RemoteFile(DataFile):
 
     def _fill(self, blocks: "_Blocks", number: int) -> None:
         """Read a block into the cache if it isn't there. See Note [Blocks of a file]."""
+        if not blocks.there[number] and not self._finds_ranges():
+            self._fill_all(blocks)
         if blocks.there[number]:
             return
         with blocks.locked(number):
@@ -160,6 +187,40 @@ class RemoteFile(DataFile):
                 with self._cache.refuse_unwritable():
                     blocks.write(number, content)
         blocks.there[number] = 1
+
+    def _fill_all(self, blocks: "_Blocks") -> None:
+        """Read the file from its beginning to its end, once on a node, into the cache."""
+        with _streaming, blocks.locked(len(blocks.there)):
+            if not blocks.are_there():
+                with refuse_unlisted(self.path):
+                    retry_io(partial(self._try_to_fill_all, blocks))
+            blocks.there[:] = b"\1" * len(blocks.there)
+
+    def _try_to_fill_all(self, blocks: "_Blocks") -> None:
+        _, fs, path = self._file_system()
+        timeout = importlib.import_module("aiohttp").ClientTimeout(total=None, sock_read=_CHECK_S)
+        options = {**fs.storage_options, "client_kwargs": {**fs.client_kwargs, "timeout": timeout}}
+        place = 0
+        with type(fs)(**options).open(path, block_size=0) as stream:
+            while place <= self.size and (content := stream.read(CHUNK)):
+                with self._cache.refuse_unwritable():
+                    os.pwrite(blocks.descriptor, content, place)
+                place += len(content)
+        self.check()
+        if place != self.size:
+            raise OSError(errno.EIO, f"{place:,} of {self.size:,} bytes came", self.path)
+        with self._cache.refuse_unwritable():
+            blocks.mark_all()
+
+    def _finds_ranges(self) -> bool:
+        """Return whether its server answers a request for a part with that part; web servers need not."""
+        if self._knows_ranges is None:
+            _, fs, path = self._file_system()
+            self._knows_ranges = "http" not in fs.protocol or self.size <= CHUNK
+            if not self._knows_ranges:
+                with refuse_unlisted(self.path):
+                    self._knows_ranges = retry_io(partial(_gives_second_byte, fs, path))
+        return self._knows_ranges
 
     def fetch(self, start: int, end: int) -> bytes:
         """Return the bytes from `start` to before `end` as they are at the address; nothing is kept."""
@@ -220,6 +281,16 @@ class EndsFile(RemoteFile):
             content = self.fetch(start, end)
         count_read(len(content))
         return content
+
+
+def _gives_second_byte(fs: Any, path: str) -> bool:
+    """Return whether a web server answers a request for it alone; what else it answers is not read."""
+    with fs.open(path, block_size=1, cache_type="none") as file:
+        file.seek(1)
+        try:
+            return len(file.read(1)) == 1
+        except ValueError:  # of fsspec, for an answer that is not a part
+            return False
 
 
 class _Part(DataFile):
@@ -289,24 +360,24 @@ def packed_together(files: Sequence[DataFile], cache: NodeCache) -> list[DataFil
 
 
 _free = BoundedSemaphore(AT_ONCE)
+_streaming = Lock()  # of this process's threads, while one reads a file from its beginning to its end
 
 
 def _renew_free() -> None:  # in a forked process, whose parent's threads are not there
-    global _free
-    _free = BoundedSemaphore(AT_ONCE)
+    global _free, _streaming
+    _free, _streaming = BoundedSemaphore(AT_ONCE), Lock()
 
 
 os.register_at_fork(after_in_child=_renew_free)
 
 
-def _in_background(call: Callable[[], None], finish: Callable[[], None]) -> "Future[None]":
+def _in_background(call: Callable[[], Any], finish: Callable[[], None]) -> "Future[Any]":
     """Call a function in a thread that the process does not wait for when it ends, and then `finish`."""
-    future: Future[None] = Future()
+    future: Future[Any] = Future()
 
     def work() -> None:
         try:
-            call()
-            future.set_result(None)
+            future.set_result(call())
         except BaseException as error:
             future.set_exception(error)
         finally:
@@ -357,6 +428,13 @@ class _Blocks:
 
     def is_there(self, number: int) -> bool:
         return os.pread(self._marks, 1, number) == b"\1"
+
+    def are_there(self) -> bool:
+        return os.pread(self._marks, len(self.there), 0) == b"\1" * len(self.there)
+
+    def mark_all(self) -> None:
+        os.fsync(self.descriptor)
+        os.pwrite(self._marks, b"\1" * len(self.there), 0)
 
     def write(self, number: int, content: bytes) -> None:
         os.pwrite(self.descriptor, content, number * CHUNK)

@@ -91,6 +91,14 @@ class Table:
     def identity(self, index: int) -> str:
         return f"{self._name}:{index}"
 
+    @property
+    def is_remote(self) -> bool:
+        return not self._data.is_kept
+
+    def prepare(self, index: int) -> None:
+        start, end = map(int, self._starts[index + 1 : index + 3])
+        self._data.prepare(start, end - start)
+
     def _read(self, index: int) -> Document:
         where = f"{self._file}, line {self._lines[index + 1]}"
         values = self._values(index + 1, where)

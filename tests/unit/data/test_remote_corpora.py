@@ -10,6 +10,8 @@ import multiprocessing
 import os
 import pickle
 import random
+import re
+import threading
 import time
 import uuid
 from functools import partial
@@ -394,16 +396,32 @@ def test_small_files_of_a_folder_are_kept_together(tmp_path, store):
     assert len([*Path(os.environ["XDG_CACHE_HOME"], "torchtitan_graph").glob("*/whole")]) == 1
 
 
+class Website(SimpleHTTPRequestHandler):
+    """Answers requests for a part with the whole file, as Python's server does; below /parts/ with the part."""
+
+    asked: list[str] = []
+
+    def log_message(self, *words):
+        pass
+
+    def do_GET(self):
+        self.asked.append(f"{self.path} {self.headers.get('Range')}")
+        part = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+        if not part or not self.path.startswith("/parts/"):
+            return super().do_GET()
+        content = Path(self.translate_path(self.path)).read_bytes()
+        first, last = map(int, part.groups())
+        self.send_response(206)
+        self.send_header("Content-Range", f"bytes {first}-{last}/{len(content)}")
+        self.send_header("Content-Length", str(last + 1 - first))
+        self.end_headers()
+        self.wfile.write(content[first : last + 1])
+
+
 @pytest.fixture
 def website(tmp_path):
-    """A web server that answers requests for a part with the whole file, as Python's does."""
-
-    class Quiet(SimpleHTTPRequestHandler):
-        def log_message(self, *words):
-            pass
-
-    handler = partial(Quiet, directory=str(tmp_path))
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+    Website.asked.clear()
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Website, directory=str(tmp_path))) as server:
         thread = Thread(target=server.serve_forever, args=(0.05,), daemon=True)
         thread.start()
         yield f"http://127.0.0.1:{server.server_address[1]}"
@@ -411,15 +429,63 @@ def website(tmp_path):
         thread.join()
 
 
-def test_a_file_of_a_web_server_is_read_and_one_that_knows_no_ranges_is_named(tmp_path, website, monkeypatch):
-    (tmp_path / "lines.jsonl").write_bytes(LINES)
-    assert rows_of(f"{website}/lines.jsonl") == rows_of(str(tmp_path / "lines.jsonl"))
+@pytest.mark.parametrize("folder", ["whole", "parts"])
+def test_a_file_of_a_web_server_is_read_with_and_without_ranges(tmp_path, website, monkeypatch, folder):
     monkeypatch.setattr(remote_file, "CHUNK", 1000)
-    (tmp_path / "more.jsonl").write_bytes(LINES)
-    with pytest.raises(UserError, match=r"more\.jsonl: its server answers a request for a part with the whole file"):
-        rows_of(f"{website}/more.jsonl")
+    monkeypatch.setattr(sources, "SMALL_CORPUS_BYTES", 0)
+    file = tmp_path / folder / "lines.jsonl"
+    file.parent.mkdir()
+    file.write_bytes(LINES)
+    assert rows_of(f"{website}/{folder}/lines.jsonl") == rows_of(str(file))
+    parts = [each for each in Website.asked if "None" not in each]
+    if folder == "whole":
+        assert len(Website.asked) == 2 and len(parts) == 1, "one asks whether it knows ranges"
+    else:
+        assert len(parts) == len(Website.asked) == 1 + -(-len(LINES) // 1000)
+    Website.asked.clear()
+    assert rows_of(f"{website}/{folder}/lines.jsonl") == rows_of(str(file)) and not Website.asked
+    file.write_bytes(LINES.replace(b"b", b"B"))
+    os.utime(file, (1, 1))  # a web server may tell a version by nothing else
+    assert rows_of(f"{website}/{folder}/lines.jsonl") == rows_of(str(file)), "it was read again"
     with pytest.raises(UserError, match="there is no such file or folder"):
         rows_of(f"{website}/nothing.jsonl")
+    (tmp_path / "small").mkdir()
+    reading = RowFormat(ByteTokenizer(), cache=NodeCache(str(tmp_path / "small"), 5000))
+    if folder == "whole":
+        with pytest.raises(UserError, match="its server answers a request for a part with the whole file"):
+            rows_of(f"{website}/{folder}/lines.jsonl", reading=reading)
+
+
+def test_documents_that_follow_each_other_in_a_file_that_is_not_kept_come_together(tmp_path, store, monkeypatch):
+    monkeypatch.setattr(sources, "SMALL_CORPUS_BYTES", 0)
+    store.put("lines.jsonl", LINES)
+    reading = RowFormat(cache=NodeCache(str(tmp_path / "small"), 4000))
+    corpus = open_corpus("", f"{store.address}/lines.jsonl", "all", 0, reading)
+    store.requests = []
+    assert [corpus.source[i] for i in range(300)] == TEXTS
+    assert len([*filter(is_read, store.requests)]) <= 10
+    store.requests = []
+    documents = [document for _, document in corpus.documents(0, 0, 0)]
+    assert len(documents) > 30 and {*documents} <= {*TEXTS}
+    came = [*filter(is_read, store.requests)]
+    assert len(came) == len(documents), "each once, though some are read ahead"
+
+
+@pytest.mark.parametrize("name", ["lines.jsonl", "table.csv"])
+def test_documents_of_a_file_that_is_not_kept_are_read_ahead(tmp_path, bucket, monkeypatch, name):
+    monkeypatch.setattr(sources, "SMALL_CORPUS_BYTES", 0)
+    monkeypatch.setattr(remote_file, "_free", threading.BoundedSemaphore(8))
+    KINDS[name](tmp_path / name)
+    reading = RowFormat(cache=NodeCache(str(tmp_path / "small"), 4000))
+    corpus = open_corpus("", put(tmp_path / name, f"{bucket}/{name}"), "train", 0, reading)
+    together, fetch = threading.Barrier(8), remote_file.RemoteFile.fetch
+
+    def wait(self, start, end):
+        together.wait(30)  # eight are on their way at the same time
+        return fetch(self, start, end)
+
+    monkeypatch.setattr(remote_file.RemoteFile, "fetch", wait)
+    assert next(corpus.documents(0, 0, 0))[1] in TEXTS
 
 
 def test_the_places_of_lines_travel_to_other_processes_by_name(tmp_path, monkeypatch):

@@ -232,7 +232,9 @@ class RemoteFile(DataFile):
     def _try_to_fetch(self, start: int, end: int) -> bytes:
         try:
             _, fs, path = self._file_system()
-            content = fs.cat_file(path, start=start, end=end)
+            # The hub's file system would read 5 MiB more each time.
+            options = {"cache_type": "none"} if "hf" in fs.protocol else {}
+            content = fs.cat_file(path, start=start, end=end, **options)
         except FileNotFoundError:
             self.check()  # raises, if it is gone or another
             raise

@@ -6,6 +6,7 @@ lists), or raise an error of another type than `BadFile`.
 """
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -127,7 +128,7 @@ def parse_json(content: bytes | str, schema: type[T], where: Path | str, max_val
         content = content.encode(errors="surrogatepass")
     check_values(content, where, max_values)
     try:
-        found = json.loads(content.decode("utf-8-sig"), parse_int=_parse_int)
+        found = _decoder().decode(content.decode("utf-8-sig"))
         _check_depth(found)
     except RecursionError as error:
         raise BadFile(f"{where}: has lists or objects more than {MAX_DEPTH} deep") from error
@@ -211,6 +212,11 @@ def _parse_int(digits: str) -> int:
     if len(digits) > MAX_DIGITS:
         raise ValueError(f"a number of {len(digits):,} digits")
     return int(digits)
+
+
+@functools.cache
+def _decoder() -> json.JSONDecoder:  # json.loads makes one for each text
+    return json.JSONDecoder(parse_int=_parse_int)
 
 
 def _check_depth(value: Any) -> None:

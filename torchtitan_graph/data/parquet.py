@@ -63,7 +63,7 @@ def _write_arrow(table: Any, columns: list[str], file: DataFile, cache: NodeCach
     with arrow.OSFile(str(path), "wb") as sink, arrow.ipc.new_stream(sink, schema) as writer:
         # By one thread, which asks for parts in their order.
         for batch in table.iter_batches(_ROWS_OF_ARROW, columns=columns, use_threads=not file.is_remote):
-            cache.grow(path, batch.nbytes)
+            cache.grow(batch.nbytes)
             with cache.refuse_unwritable():
                 writer.write_batch(batch)
             progress.add(int(num_bytes * len(batch)))

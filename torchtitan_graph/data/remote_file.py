@@ -60,7 +60,14 @@ class RemoteFile(DataFile):
         self._check_at = 0.0
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_entry": None, "_blocks": None, "_opened": (0, None, ""), "_coming": {}, "_ahead": (0, b"")}
+        return {
+            **self.__dict__,
+            "_entry": None,
+            "_blocks": None,
+            "_opened": (0, None, ""),
+            "_coming": {},
+            "_ahead": (0, b""),
+        }
 
     @property
     def key(self) -> str:
@@ -265,7 +272,7 @@ class EndsFile(RemoteFile):
             if (more := find_more(last)) > size:
                 last = self.fetch(max(0, self.size - more), self.size)
             self.check()
-            self._cache.grow(path, len(first + last))
+            self._cache.grow(len(first + last))
             with self._cache.refuse_unwritable():
                 path.write_bytes(first + last)
 

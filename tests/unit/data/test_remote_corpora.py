@@ -31,7 +31,17 @@ from s3 import Request, Store, at_first
 from torchtitan_graph.config import check_data
 from torchtitan_graph.config.job import ValidationSet
 from torchtitan_graph.config.load import load
-from torchtitan_graph.data import DataLoader, batches, build_dataloader, files, lines, node_cache, parquet, remote_file, sources
+from torchtitan_graph.data import (
+    DataLoader,
+    batches,
+    build_dataloader,
+    files,
+    lines,
+    node_cache,
+    parquet,
+    remote_file,
+    sources,
+)
 from torchtitan_graph.data.addresses import find_change, list_files
 from torchtitan_graph.data.corpus import ShuffledCorpus, document_key
 from torchtitan_graph.data.forms import RowFormat

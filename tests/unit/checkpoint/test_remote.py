@@ -233,6 +233,18 @@ def failing_at(number: int, error: BaseException, monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(MemoryFileSystem, name, counted(getattr(MemoryFileSystem, name)))
 
 
+def test_a_copy_begins_with_the_file_that_tells_a_leftover_and_ends_with_the_manifest(
+    tmp_path: Path, memory: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path / "a", 1)
+    copied, copy = [], MemoryFileSystem.cp_file
+    monkeypatch.setattr(
+        MemoryFileSystem, "cp_file", lambda self, a, b: (copied.append(a.rpartition("/")[2]), copy(self, a, b))
+    )
+    Remote(f"{ADDRESS}/step-1").stored().copy_to(Remote(f"{ADDRESS}/step-1-model"))
+    assert (copied[0], copied[-1]) == (TRAIN_STATE, MANIFEST) and len(copied) > 3
+
+
 @pytest.mark.parametrize("step", [3, 2], ids=["a new step", "a step that is there already"])
 def test_killed_at_every_change_there(step: int, tmp_path: Path, memory: MemoryFileSystem) -> None:
     outcomes = []

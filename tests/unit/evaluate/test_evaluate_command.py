@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from torchtitan_graph.evaluate.__main__ import main, table
-from torchtitan_graph.evaluate.source import name_sets
+from torchtitan_graph.evaluate.source import name_sets, open_source
 
 TEXT, QUESTION = "some text\n", '{"question": "a", "choices": ["b", "c"], "answer": 0}\n'
 
@@ -64,6 +64,16 @@ def test_a_missing_set_at_an_address_is_refused_before_anything_is_built(
     assert main([str(tmp_path), "--set", "x=memory://nothing/here.jsonl"]) == 2
     said = capsys.readouterr().err
     assert "--set x = 'memory://nothing/here.jsonl': there is no such file or folder" in said
+
+
+@pytest.mark.parametrize(("words", "steps"), [([], -1), (["--validation.steps", "3"], None)])
+def test_a_set_is_read_as_a_whole_unless_a_number_of_steps_is_given(
+    words: list[str], steps: int | None, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "text.txt").write_text(TEXT)
+    config = open_source(tmp_path, "newest", [f"a={tmp_path / 'text.txt'}"], words).config
+    assert [each.steps for each in config.validation.sets] == [steps]
 
 
 def test_a_set_is_called_as_it_was_given() -> None:

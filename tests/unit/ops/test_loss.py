@@ -1,10 +1,14 @@
 """The loss: torch's cross entropy, bit for bit on a CPU; in the logits' memory, in chunks, of a sharded vocabulary."""
 
+import math
+
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from pool import run_on
 from torchtitan_graph import loss as losses
 from torchtitan_graph.check import kernels
 from torchtitan_graph.data.batch import IGNORE_INDEX
@@ -229,3 +233,15 @@ def test_the_least_numbers_are_logits(dtype: torch.dtype) -> None:
     found, _ = loss_and_gradient(logits_TV, torch.tensor([0, 4]))
     expected = F.cross_entropy(logits_TV.double(), torch.tensor([0, 4]), reduction="sum")
     assert float(found) == pytest.approx(float(expected))
+
+
+def score_of_part(labels: list[int]) -> list[list[float]]:
+    """Score rows whose classes 0 and 2 are equally likely, of which each of two ranks has one."""
+    part = losses._Part(2 * dist.get_rank(), 2, dist.group.WORLD.group_name)  # type: ignore[union-attr]
+    return losses._scores(torch.tensor([[1.0, 0.0]] * len(labels)), torch.tensor(labels), part).tolist()
+
+
+def test_of_equal_classes_of_two_ranks_the_first_is_the_likeliest() -> None:
+    likely = 1 - math.log(2 * math.e + 2)
+    for found in run_on(2, score_of_part, [0, 2]):
+        assert found == [pytest.approx([likely, likely]), [1, 0]]

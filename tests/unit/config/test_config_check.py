@@ -491,7 +491,7 @@ def test_what_divides_no_stages_is_said() -> None:
     [
         ("--checkpoint.remote_folder s4://bucket/run", "remote_folder = 's4://bucket/run': unknown protocol 's4'; kno"),
         ("--checkpoint.remote_folder absent://bucket/run", "is not installed; pip install it (Install nothing_there)"),
-        ("--validation.sets [{name='a',dataset_path='s4://b'}]", "validation.sets: entry 1: unknown protocol 's4'"),
+        ("--validation.sets [{name='a',dataset_path='s4://b'}]", "entry 1: unknown protocol 's4'"),
         ("--checkpoint.remote_folder /data/run", "a plain folder is file:///path/of/the/folder"),
         ("--checkpoint.remote_folder file:///", "must be an address such as s3://bucket/run"),
         ("--checkpoint.remote_folder memory://a/run[1]", "must not hold any of * ? [ ]"),

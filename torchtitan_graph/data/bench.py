@@ -9,7 +9,10 @@ from typing import NamedTuple
 from torchtitan_graph.config import job
 from torchtitan_graph.data.addresses import Listing
 from torchtitan_graph.data.loader import training_loader
+from torchtitan_graph.data.node_cache import NodeCache
 from torchtitan_graph.data.open_corpus import list_corpora
+from torchtitan_graph.data.places import find_place
+from torchtitan_graph.data.remote_file import unkept_chunks
 from torchtitan_graph.data.tokenizer import load_tokenizer
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import init_logging
@@ -64,19 +67,35 @@ def bench(config: job.JobConfig, num_ranks: int, seconds: float) -> list[str]:
             process.join()
     if errors := [each for each in found if isinstance(each, str)]:
         raise UserError(max(errors, key=len))  # others say nothing
-    return _in_words(found, config)
+    return _in_words(found, config, _files_alone(config, listed, seconds))
 
 
-def _in_words(found: list[Fed], config: job.JobConfig) -> list[str]:
+def _files_alone(config: job.JobConfig, listed: dict[str, Listing], seconds: float) -> float:
+    """Return the bytes a second at which the files of the training data come, read one after another for some seconds
+    and not kept; 0 where none is named."""
+    paths = [source.dataset_path for source in config.training.sources] or [config.training.dataset_path]
+    places = [find_place("training.dataset_path", path, NodeCache(), listed.get(path)) for path in paths if path]
+    chunks = (chunk for place in places for name in place.names for chunk in unkept_chunks(place.open(name)))
+    began, taken, num_bytes = time.perf_counter(), 0.0, 0
+    for chunk in chunks:
+        num_bytes, taken = num_bytes + len(chunk), time.perf_counter() - began
+        if taken > seconds:
+            break
+    return num_bytes / taken if num_bytes else 0.0
+
+
+def _in_words(found: list[Fed], config: job.JobConfig, alone: float) -> list[str]:
     workers, ranks = config.training.dataloader.num_workers, len(found)
     taken = max(each.seconds for each in found)
     rows, tokens, documents, bytes_read = (sum(each[i] for each in found) / taken for i in (3, 4, 5, 6))
+    limit = f", enough for {tokens * alone / bytes_read:,.0f} tokens/s" if bytes_read else ""
     by = f"{ranks} rank{'s' * (ranks > 1)}" + (f" with {workers} worker{'s' * (workers > 1)} each" if workers else "")
     return [
         f"opened after {max(each.open_s for each in found):.2f} s, first batch after"
         f" {max(each.first_s for each in found):.2f} s",
         f"then {by} read in {taken:.1f} s: {documents:,.0f} documents/s, {rows:,.0f} rows/s, {tokens:,.0f} tokens/s,"
         f" {bytes_read / 1e6:,.2f} MB/s",
+        *([f"the files alone, read one after another: {alone / 1e6:,.0f} MB/s{limit}"] if alone else []),
     ]
 
 

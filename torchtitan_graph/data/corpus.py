@@ -1,5 +1,6 @@
 """A split of a corpus as lanes: streams of documents whose order depends on the corpus and a seed only."""
 
+import functools
 import hashlib
 from collections import deque
 from collections.abc import Iterator
@@ -154,8 +155,7 @@ def shuffled(index: int, total: int, key: tuple[int, int]) -> int:
     """
     half = max(1, ((total - 1).bit_length() + 1) // 2)
     mask = (1 << half) - 1
-    base = _mix(_mix(key[0]) ^ key[1])
-    rounds = [_mix(base + number) for number in range(4)]
+    rounds = _rounds(key)
     while True:
         left, right = index >> half, index & mask
         for round_key in rounds:
@@ -163,6 +163,13 @@ def shuffled(index: int, total: int, key: tuple[int, int]) -> int:
         index = left << half | right
         if index < total:
             return index
+
+
+@functools.lru_cache(1024)  # lanes may be in several epochs
+def _rounds(key: tuple[int, int]) -> list[int]:
+    """Return the keys of the rounds of a shuffle."""
+    base = _mix(_mix(key[0]) ^ key[1])
+    return [_mix(base + number) for number in range(4)]
 
 
 def _mix(value: int) -> int:

@@ -134,8 +134,9 @@ class Lane:
             self._refuse_empty()
             return False
         index, ids = item
-        bos = [] if self._tokenizer.bos_id is None else [self._tokenizer.bos_id]
-        self._tokens = np.concatenate([bos, ids, [self._tokenizer.eos_id]]).astype(np.int64)
+        begin = 0 if (bos_id := self._tokenizer.bos_id) is None else 1
+        self._tokens = tokens = np.empty(begin + len(ids) + 1, np.int64)
+        tokens[:begin], tokens[begin:-1], tokens[-1] = bos_id or 0, ids, self._tokenizer.eos_id
         self.cursor = self.cursor._replace(document=index, offset=offset if index == self.cursor.document else 0)
         return True
 

@@ -26,7 +26,7 @@ from typing import Any
 from fsspec.core import url_to_fs
 
 from torchtitan_graph.data.addresses import Found, find_change, refuse_unlisted
-from torchtitan_graph.data.files import CHUNK, DataFile, Progress, count_read
+from torchtitan_graph.data.files import CHUNK, DataFile, Progress, count_read, open_data
 from torchtitan_graph.data.node_cache import Entry, Full, NodeCache
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
@@ -366,6 +366,19 @@ def packed_together(files: Sequence[DataFile], cache: NodeCache) -> list[DataFil
         return [*files]
     starts = itertools.accumulate((file.size for file in files), initial=0)
     return [_Part(file, packed, start) for file, start in zip(files, starts, strict=False)]
+
+
+def unkept_chunks(file: DataFile) -> Iterator[bytes]:
+    """Yield a file from its beginning, as its disk or its address gives it: not from what this node has kept of it."""
+    if isinstance(file, RemoteFile):
+        ends = ((start, min(start + CHUNK, file.size)) for start in range(0, file.size, CHUNK))
+        yield from ahead((partial(file.fetch, *part) for part in ends), AT_ONCE)
+        return
+    with open_data(Path(file.path)) as stream:
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        while chunk := stream.read(CHUNK):
+            yield chunk
 
 
 _free = BoundedSemaphore(AT_ONCE)

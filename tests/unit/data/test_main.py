@@ -86,9 +86,10 @@ def test_a_mixture_is_shown_and_has_no_end(words, tmp_path, capsys):
 @pytest.mark.slow
 def test_a_node_s_ranks_are_measured_together(words, capfd):
     assert main([*words, "--bench", "0.2", "--ranks", "2", "--training.local_batch_size", "2"]) == 0
-    first, then = capfd.readouterr().out.splitlines()[-2:]
+    first, then, alone = capfd.readouterr().out.splitlines()[-3:]
     assert re.fullmatch(r"opened after [\d.]+ s, first batch after [\d.]+ s", first)
     assert re.match(r"then 2 ranks read in 0\.\d s: [\d,]+ documents/s, [\d,]+ rows/s, [\d,]+ tokens/s, ", then)
+    assert re.fullmatch(r"the files alone, read one after another: [\d,]+ MB/s(, enough for [\d,]+ tokens/s)?", alone)
     assert main([*words, "--bench", "0.2", "--ranks", "2", "--training.dataset_path", "nowhere.jsonl"]) == 2
     assert "there is no such file or folder" in capfd.readouterr().err
 

@@ -683,3 +683,13 @@ def test_two_processes_may_each_wait_for_a_block_of_the_other_s(tmp_path):
         with blocks.locked(1):
             pass
     process.join()
+
+
+def test_a_file_is_read_alone_without_what_is_kept(tmp_path, bucket, monkeypatch):
+    monkeypatch.setattr(remote_file, "CHUNK", 1000)
+    cache = NodeCache(str(tmp_path / "cache"))
+    (tmp_path / "lines.jsonl").write_bytes(LINES)
+    for path in (str(tmp_path / "lines.jsonl"), put(tmp_path / "lines.jsonl", f"{bucket}/lines.jsonl")):
+        chunks = [*remote_file.unkept_chunks(find_place("x", path, cache).open("lines.jsonl"))]
+        assert b"".join(chunks) == LINES and len(chunks) == -(-len(LINES) // 1000)
+    assert not (tmp_path / "cache").exists()

@@ -344,6 +344,14 @@ def test_a_folder_is_written_where_a_link_leads(is_there: bool, tmp_path: Path) 
     assert {path.name for path in tmp_path.iterdir()} == {"disk", "link"} and link.is_symlink()
 
 
+def test_parameters_get_the_dtype_that_is_asked_and_buffers_keep_theirs(tmp_path: Path) -> None:
+    (tmp_path / "hf").mkdir()  # an empty folder is no obstacle
+    save_weights(plain(), family(), tmp_path / "hf", dtype=torch.bfloat16)
+    found = load_file(tmp_path / "hf" / "model.safetensors")
+    wide = [name for name, x in found.items() if x.dtype != torch.bfloat16]
+    assert wide == ["model.1.load"] and found[wide[0]].dtype == torch.float32
+
+
 def test_a_folder_that_is_there_is_not_written_over(folder: Path) -> None:
     before = (folder / "model.safetensors").read_bytes()
     with pytest.raises(UserError, match="is there already: name a new folder"):

@@ -275,7 +275,6 @@ def test_the_report_says_what_the_data_say(name: str, axes: set[str], jobs: Call
     assert f"{data['tokens_per_second']:.0f} in all" in text and "fits" in text
     assert data["step"] == dataclasses.asdict(plan.step) and data["rates"]["name"] == "H100"
     assert {each["axis"] for each in data["received"]} == axes == {*data["step"]["sent"]}
-    assert found.num_microbatches > 1
     for each in data["received"]:
         assert f"{each['bytes'] / 2**30:10.3f} GiB in {each['number']}\n" in text
     small = H100._replace(memory_gib=1.0)

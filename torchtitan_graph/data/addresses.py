@@ -4,6 +4,7 @@ import contextlib
 import difflib
 import itertools
 import re
+import time
 from collections.abc import Iterator
 from datetime import datetime
 from typing import Any, NamedTuple
@@ -107,6 +108,10 @@ def _list_files(option: str, address: str) -> Listing:
             return Listing(False, [_found(fs, info, path, "")])
         root, found = path.rstrip("/"), _files_in(fs, path)
     files = [_found(fs, info, name, root) for name, info in found.items() if info["type"] == "file"]
+    by_name: dict[str, Found] = {}
+    for file in files:
+        if (other := by_name.setdefault(file.name, file)) is not file:
+            raise UserError(f"{where}: {other.address} and {file.address} are both {file.name!r}: rename one")
     return Listing(True, [file for file in files if file.name])  # some stores have an object for the folder itself
 
 
@@ -162,6 +167,7 @@ def _ls(fs: Any, folder: str) -> list[dict[str, Any]]:
 def _found(fs: Any, info: dict[str, Any], path: str, root: str) -> Found:
     name = path[len(root) :].lstrip("/") if root else path.rpartition("/")[2]
     version = _version(info) or _version(fs.info(path))  # some tell less in a list
+    version = version or (("listed", str(time.time_ns())),)  # a server without any: what is kept is of this start
     return Found(fs.unstrip_protocol(path), name, int(info["size"] or 0), version)
 
 

@@ -81,6 +81,7 @@ class NodeCache:
                 fcntl.flock(descriptor, fcntl.LOCK_SH)
                 os.utime(descriptor)
                 if missing:
+                    (folder / "blocks").unlink(missing_ok=True)  # else it would mark blocks that are gone as there
                     file.touch()
                     os.truncate(file, size)
         return Entry(folder, descriptor)

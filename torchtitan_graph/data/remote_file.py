@@ -211,7 +211,7 @@ class RemoteFile(DataFile):
         with type(fs)(**options).open(path, block_size=0) as stream:
             while place <= self.size and (content := stream.read(CHUNK)):
                 with self._cache.refuse_unwritable():
-                    os.pwrite(blocks.descriptor, content, place)
+                    _write_at(blocks.descriptor, content, place)
                 place += len(content)
         self.check()
         if place != self.size:
@@ -235,6 +235,12 @@ class RemoteFile(DataFile):
             return b""
         with refuse_unlisted(self.path):
             return retry_io(partial(self._try_to_fetch, start, end), what=self.path)
+
+    def fetch_unchanged(self) -> bytes:
+        """Return the whole file, which is then still the one that was listed."""
+        content = self.fetch(0, self.size)
+        self.check()
+        return content
 
     def _try_to_fetch(self, start: int, end: int) -> bytes:
         try:
@@ -348,7 +354,7 @@ class _Packed(DataFile):
         progress = Progress(f"reading {len(self._files):,} files", total := sum(file.size for file in self._files))
         self._cache.grow(total)
         with path.open("wb") as whole:
-            for content in ahead([partial(file.fetch, 0, file.size) for file in self._files], _SMALL_AT_ONCE):
+            for content in ahead([file.fetch_unchanged for file in self._files], _SMALL_AT_ONCE):
                 with self._cache.refuse_unwritable():
                     whole.write(content)
                 progress.add(len(content))
@@ -421,6 +427,13 @@ def ahead(calls: Iterable[Callable[[], bytes]], number: int) -> Iterator[bytes]:
             yield ahead.popleft().result()
 
 
+def _write_at(descriptor: int, content: bytes, place: int) -> None:
+    """Write all bytes at a place: one call may write a part of them, where a disk becomes full."""
+    while content:
+        written = os.pwrite(descriptor, content, place)
+        content, place = content[written:], place + written
+
+
 class _Blocks:
     """The blocks of a file that are in an entry of the cache. See Note [Blocks of a file]."""
 
@@ -459,6 +472,6 @@ class _Blocks:
         os.pwrite(self._marks, b"\1" * len(self.there), 0)
 
     def write(self, number: int, content: bytes) -> None:
-        os.pwrite(self.descriptor, content, number * CHUNK)
+        _write_at(self.descriptor, content, number * CHUNK)
         os.fsync(self.descriptor)
         os.pwrite(self._marks, b"\1", number)

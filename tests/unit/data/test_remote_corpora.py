@@ -11,6 +11,7 @@ import os
 import pickle
 import random
 import re
+import resource
 import threading
 import time
 import uuid
@@ -693,3 +694,60 @@ def test_a_file_is_read_alone_without_what_is_kept(tmp_path, bucket, monkeypatch
         chunks = [*remote_file.unkept_chunks(find_place("x", path, cache).open("lines.jsonl"))]
         assert b"".join(chunks) == LINES and len(chunks) == -(-len(LINES) // 1000)
     assert not (tmp_path / "cache").exists()
+
+
+def test_a_disk_that_fills_while_a_block_is_written_leaves_no_zeros(tmp_path, bucket, monkeypatch):
+    monkeypatch.setattr(remote_file, "CHUNK", 4096)
+    (tmp_path / "lines.jsonl").write_bytes(LINES)
+    place = find_place("x", put(tmp_path / "lines.jsonl", f"{bucket}/lines.jsonl"), NodeCache(str(tmp_path / "cache")))
+    file = place.open("lines.jsonl")
+    file.read_part(0, 1)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limits[1]))
+    try:
+        with pytest.raises(UserError, match="can't be written"):
+            file.read()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert place.open("lines.jsonl").read() == LINES
+
+
+def test_blocks_whose_file_was_deleted_are_read_again(tmp_path, bucket):
+    (tmp_path / "lines.jsonl").write_bytes(LINES)
+    path = put(tmp_path / "lines.jsonl", f"{bucket}/lines.jsonl")
+
+    def read() -> bytes:
+        return find_place("x", path, NodeCache(str(tmp_path / "cache"))).open("lines.jsonl").read()
+
+    read()
+    (kept,) = (tmp_path / "cache").glob("*/data")
+    kept.unlink()
+    assert read() == LINES
+
+
+def test_files_whose_names_become_one_are_refused(store):
+    for key in ("data/x.txt", "data//x.txt"):
+        store.put(key, b"text")
+    with pytest.raises(UserError, match=r"are both 'x\.txt': rename one"):
+        list_files("x", f"{store.address}/data")
+
+
+def test_small_files_that_change_after_they_were_listed_are_not_kept(tmp_path, bucket):
+    for name in "ab":
+        (tmp_path / "texts").mkdir(exist_ok=True)
+        (tmp_path / "texts" / f"{name}.txt").write_bytes(b"old")
+    path = put(tmp_path / "texts", f"{bucket}/texts")
+    cache = NodeCache(str(tmp_path / "cache"))
+    place = find_place("x", path, cache)
+    fsspec.filesystem("memory").pipe(f"{path}/b.txt", b"new")
+    with pytest.raises(UserError, match="was written since"):
+        remote_file.packed_together([place.open(name) for name in place.names], cache)
+
+
+def test_what_a_server_without_versions_gave_is_not_kept_for_the_next_start(tmp_path, bucket, monkeypatch):
+    for name in ("_VERSION", "_TIME"):
+        monkeypatch.setattr(f"torchtitan_graph.data.addresses.{name}", ())
+    for content in (b"one", b"two"):
+        fsspec.filesystem("memory").pipe(f"{bucket}/x.txt", content)
+        place = find_place("x", f"{bucket}/x.txt", NodeCache(str(tmp_path / "cache")))
+        assert place.open("x.txt").read() == content

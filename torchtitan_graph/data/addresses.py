@@ -79,7 +79,7 @@ def refuse_unlisted(what: str) -> Iterator[None]:
     except Exception as error:  # of many types: each file system has its own
         if is_transient(error):
             raise
-        said = str(error) or type(error).__name__
+        said = " ".join(str(error).split()) or type(error).__name__
         hint = "; check the address, the credentials and the connection"
         raise UserError(f"{what}: can't be read: {said}{hint}") from error
 

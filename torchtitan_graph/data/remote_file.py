@@ -248,8 +248,9 @@ class RemoteFile(DataFile):
             # The hub's file system would read 5 MiB more each time.
             options = {"cache_type": "none"} if "hf" in fs.protocol else {}
             content = fs.cat_file(path, start=start, end=end, **options)
-        except FileNotFoundError:
-            self.check()  # raises, if it is gone or another
+        except Exception as error:  # the hub's own error for a file that is gone is no FileNotFoundError
+            if isinstance(error, FileNotFoundError) or not is_transient(error):
+                self.check()  # raises, if it is gone or another
             raise
         if len(content) == self.size > end - start:
             raise UserError(

@@ -108,13 +108,11 @@ class JsonLines:
         if end - start > LONGEST_ROW:
             raise UserError(f"{where}: has {end - start:,} bytes, more than the {LONGEST_ROW:,} of a document here")
         content = self._data.read_part(start, end - start)
-        if line == 0 and content.startswith(codecs.BOM_UTF8):
-            content, start = content.removeprefix(codecs.BOM_UTF8), len(codecs.BOM_UTF8)
         decode(content, where, start)
         try:
             row = parse_json(content, object, where)
         except BadFile as error:
-            if index == 0 and content.lstrip()[:1] in (b"[", b"{"):  # perhaps one value over several lines
+            if index == 0 and content.removeprefix(codecs.BOM_UTF8).lstrip()[:1] in (b"[", b"{"):  # of several lines?
                 raise BadRow("not_json", f"{error}. {_ONE_PER_LINE}") from error
             raise BadRow("not_json", str(error)) from error
         if not isinstance(row, dict):

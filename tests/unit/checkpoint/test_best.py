@@ -50,6 +50,9 @@ def test_without_the_option_nothing_is_named_or_kept(tmp_path: Path) -> None:
     assert list(list_steps(tmp_path)) == [3, 4]
     with pytest.raises(UserError, match=r"best\.json: there is no such file; a run with checkpoint\.keep_best"):
         best_checkpoint(tmp_path)
+    save(tmp_path, 5, best=1)  # set now, when the best is no longer there
+    with pytest.raises(UserError, match="there is no such file"):
+        best_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("after", [False, True])

@@ -261,6 +261,14 @@ def test_what_is_deleted_is_the_oldest_beyond_the_number_that_is_kept() -> None:
         assert excess_steps([1, 2, 3, 4], 4, kept, 0) == []
 
 
+def test_a_whole_save_of_a_step_that_is_there_goes_and_what_is_there_stays(tmp_path: Path) -> None:
+    Run(tmp_path).train(2)
+    there = (tmp_path / "step-2").stat().st_ino
+    shutil.copytree(tmp_path / "step-2", tmp_path / "step-2.tmp")
+    folder_module.clean_up(tmp_path)
+    assert saved(tmp_path) == ["step-2"] and (tmp_path / "step-2").stat().st_ino == there
+
+
 def test_each_model_that_makes_place_has_a_name_of_its_own() -> None:
     assert name_for_model("step-5", {"step-5"}) == "step-5-model"
     assert name_for_model("step-5", {"step-5", "step-5-model", "step-5-model-2"}) == "step-5-model-3"

@@ -203,6 +203,10 @@ def test_entries_of_a_job_are_mixed(tmp_path: Path):
         loader([sources[0], DataSource(dataset_path=str(tmp_path / "z"))])
 
 
+def test_the_least_weight_is_legal():
+    check(load(["--training.sources", '[{dataset = "stdlib", weight = 9999}, {dataset = "c4", weight = 1}]']), 1)
+
+
 @pytest.mark.parametrize(
     ("sources", "others", "message"),
     [

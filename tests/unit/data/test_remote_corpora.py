@@ -298,6 +298,19 @@ def test_room_that_is_promised_to_one_is_none_for_another(tmp_path, monkeypatch)
     assert (entry.folder / "data").stat().st_blocks == 0  # nothing is written yet
 
 
+def test_what_a_killed_process_left_is_no_part_of_what_is_made(tmp_path):
+    def build(part):
+        part.mkdir(exist_ok=True)
+        (part / "new").touch()
+
+    cache = NodeCache(str(tmp_path))
+    left = cache.open("0").folder / "part"
+    left.mkdir()
+    (left / "old").touch()
+    whole, _ = cache.make("0", build=build)
+    assert [path.name for path in whole.iterdir()] == ["new"]
+
+
 def test_a_part_of_the_disk_stays_free(tmp_path, monkeypatch):
     monkeypatch.setattr(node_cache, "_DISK_LEFT", 1.0)
     with pytest.raises(UserError, match="may grow by 0 GB"):

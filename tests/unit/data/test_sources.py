@@ -287,6 +287,7 @@ CORRUPT = {
         (b"{" + b",".join(b'"k%d": 1' % i for i in range(9999)) + b"}", "no text under.*k1.*9,999 keys"),
         (b'["x"]\n{"text": "x"}\n', "line 1: not a JSON object"),
         (b'{"text": "x"}\n{"text": "\xff"}\n', "line 2: not UTF-8 at byte 24 of the file: "),
+        (b'\xef\xbb\xbf{\n"text": "x"}\n', "line 1: is not JSON.*JSON lines have one object"),
         (b'\xef\xbb\xbf{"text": "\xff"}\n', "line 1: not UTF-8 at byte 13 of the file: "),
         (b"", "training.dataset_path = '.*a.jsonl': holds no documents"),
     ],
@@ -360,6 +361,10 @@ def test_where_all_rows_are_bad_no_message_says_to_leave_them_out(tmp_path):
     with pytest.raises(UserError, match="2 of 2 rows are bad") as error:
         open_corpus("", str(tmp_path / "a.jsonl"), "all", seed=0)
     assert "on_bad_row" not in str(error.value)
+    (tmp_path / "a.jsonl").write_text('{"text": 1}\n')
+    (tmp_path / "b.jsonl").write_text('{"text": "b"}\n')
+    with pytest.raises(UserError, match=r"training\.on_bad_row"):  # the only row of a file is not that of its folder
+        open_corpus("", str(tmp_path), "all", seed=0)
 
 
 def test_undecodable_file_of_a_folder_is_named(tmp_path):

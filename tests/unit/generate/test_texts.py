@@ -30,6 +30,7 @@ def test_a_text_is_that_of_all_tokens_together() -> None:
         (["cd"], ["a", "b", "", ""], "stop"),  # `c` may begin it
         (["cx"], ["a", "b", "", "cd", "e"], "length"),
         (["ab"], ["", ""], "stop"),
+        (["abcx"], ["", "", "", "abcd", "e"], "length"),  # longer than the text is when it may begin
         (["x", "bcd"], ["a", "", "", ""], "stop"),
         (["d", "bcd"], ["a", "", "", ""], "stop"),  # both are there: the first place counts
         ([], ["a", "b", "c", "d", "e"], "length"),

@@ -32,6 +32,7 @@ from torchtitan_graph.checkpoint import (
     find_likely,
     find_train_state,
     is_new_run,
+    is_used_up,
 )
 from torchtitan_graph.config import check_beginning, check_length, dump_toml, job
 from torchtitan_graph.config.job import validation_metrics
@@ -556,7 +557,7 @@ class Trainer:
             return False
         metric = validation.best_metric or next(iter(losses))
         self.best = find_best(self.best, metric, self.step, losses[metric])
-        if self.best is not None and 0 < validation.patience <= self.best.since:
+        if self.best is not None and is_used_up(validation.patience, self.best.since):
             logger.info(
                 f"{self.best.since} validations in a row found no {metric} below {self.best.value:.4f}, of step "
                 f"{self.best.step}: the run ends after step {self.step} (validation.patience = {validation.patience})"
@@ -565,7 +566,7 @@ class Trainer:
 
     def _is_over(self) -> bool:
         """Return whether the run has done all its steps, or has no patience left."""
-        out_of_patience = self.best is not None and 0 < self.config.validation.patience <= self.best.since
+        out_of_patience = self.best is not None and is_used_up(self.config.validation.patience, self.best.since)
         return self.step >= self.num_steps or out_of_patience
 
     def samples(self) -> list[tuple[str, str]] | None:

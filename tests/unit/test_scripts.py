@@ -73,6 +73,9 @@ def test_a_second_run_of_the_same_command_overwrites_nothing(
         before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
         assert words in refusal(name, *arguments, monkeypatch=monkeypatch, capsys=capsys), name
         assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+    words = [out / "converted" / "step-0", tmp_path / "average", "--average"]
+    said = refusal("convert_to_hf.py", *words, monkeypatch=monkeypatch, capsys=capsys)
+    assert "has no average of the weights" in said
 
 
 @pytest.mark.parametrize(

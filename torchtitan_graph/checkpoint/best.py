@@ -37,6 +37,11 @@ def find_best(best: Best | None, metric: str, step: int, value: float) -> Best |
     return best and best._replace(since=best.since + 1)
 
 
+def is_used_up(patience: int, since: int) -> bool:
+    """Return whether `since` validations without a better one use up validation.patience, which 0 turns off."""
+    return 0 < patience <= since
+
+
 def best_of(train_state: dict[str, Any], metric: str) -> Best | None:
     """Return the best in a checkpoint's train_state; None if there is none, or it is of another metric."""
     if "best" not in train_state:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from torchtitan_graph.checkpoint.best import is_used_up
 from torchtitan_graph.checkpoint.folder import (
     TMP,
     clean_up,
@@ -232,7 +233,7 @@ def _find_newest(folder: Path, steps: dict[int, Candidate], num_steps: int | Non
     """Return the newest that can be resumed exactly, or the newest of all if nothing is left to train."""
     newest = max(steps)
     full = [step for step, candidate in steps.items() if not candidate.model_only]
-    is_end = (num_steps is not None and newest >= num_steps) or 0 < patience <= steps[newest].since_best
+    is_end = (num_steps is not None and newest >= num_steps) or is_used_up(patience, steps[newest].since_best)
     if newest in full or is_end:
         return steps[newest]
     if not full:

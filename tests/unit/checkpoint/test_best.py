@@ -7,7 +7,7 @@ import pytest
 from test_checkpoint_kill import checkpointer_of, with_kill_at
 
 from dying import run_in_a_child
-from torchtitan_graph.checkpoint import SAVE_POINTS, Best, best_checkpoint, best_of, find_best
+from torchtitan_graph.checkpoint import SAVE_POINTS, Best, best_checkpoint, best_of, find_best, is_used_up
 from torchtitan_graph.checkpoint.folder import find_problem, list_steps
 from torchtitan_graph.errors import UserError
 
@@ -18,6 +18,11 @@ def test_the_best_is_the_lowest_finite_value_and_the_first_of_equal_ones() -> No
         best = find_best(best, "validation_loss", step, value)
         found.append(best and (best.step, best.since))
     assert found == [None, (2, 0), (2, 1), (4, 0), (4, 1), (4, 2)]
+
+
+def test_patience_is_used_up_by_as_many_validations_and_0_by_none() -> None:
+    assert [is_used_up(2, since) for since in range(4)] == [False, False, True, True]
+    assert not is_used_up(0, 0) and not is_used_up(0, 9)
 
 
 def test_a_best_of_another_metric_is_forgotten() -> None:

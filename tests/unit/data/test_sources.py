@@ -21,6 +21,7 @@ from torchtitan_graph.data.files import DataFile
 from torchtitan_graph.data.forms import RowFormat
 from torchtitan_graph.data.lines import JsonLines
 from torchtitan_graph.data.open_corpus import open_corpus
+from torchtitan_graph.data.places import same_place
 from torchtitan_graph.data.sources import digest_files
 from torchtitan_graph.data.texts import TextPieces
 from torchtitan_graph.errors import UserError
@@ -53,6 +54,7 @@ def test_files_are_in_the_order_of_their_folders_without_hidden_ones(tmp_path):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
     source = open_corpus("", f"file://{tmp_path}", "all", 0).source
+    assert same_place("", f"file://{tmp_path}") == same_place("", f"{tmp_path}/")
     assert [source[number] for number in range(len(source))] == ["a/x.txt", "a-b/x.txt"]
 
 

@@ -52,6 +52,11 @@ def test_draws_have_their_probabilities() -> None:
     assert shares[0] == 0
 
 
+def test_the_least_draw_takes_no_token_without_a_probability(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "rand", lambda *_, **__: torch.zeros((), dtype=torch.float64))  # once in 2**53
+    assert Sampling(1.0, top_k=1).choose(torch.tensor([[0.0, 1.0]]), [torch.Generator()]).tolist() == [1]
+
+
 def test_a_prompt_has_the_same_samples_in_every_batch_and_others_by_another_seed() -> None:
     model, sampling = build("llama3"), Sampling(1.0, top_p=0.9, seed=3)
     found = continuations(model, PROMPTS, sampling=sampling)

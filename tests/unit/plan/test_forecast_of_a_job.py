@@ -271,10 +271,13 @@ def test_stages_that_are_alike_are_built_once_and_right(tmp_path: Path, monkeypa
 def test_the_report_says_what_the_data_say(name: str, axes: set[str], jobs: Callable[[str], BuiltJob]) -> None:
     found = jobs(name)
     plan = simulate(found, by_rates(found, H100), H100)
+    groups = dataclasses.replace(found.options, num_replicas=2, num_microbatches=6)  # 3 each
+    plan = dataclasses.replace(plan, job=found._replace(options=groups))
     text, data = "\n".join(lines(plan)), json.loads(json.dumps(as_data(plan)))
     assert f"{data['tokens_per_second']:.0f} in all" in text and "fits" in text
     assert data["step"] == dataclasses.asdict(plan.step) and data["rates"]["name"] == "H100"
     assert {each["axis"] for each in data["received"]} == axes == {*data["step"]["sent"]}
+    assert data["tokens_per_second_of_a_rank"] == plan.tokens_per_second / (2 * found.dims.num_ranks)
     for each in data["received"]:
         assert f"{each['bytes'] / 2**30:10.3f} GiB in {each['number']}\n" in text
     small = H100._replace(memory_gib=1.0)

@@ -8,15 +8,21 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
+from torchtitan_graph.config.addresses import is_address
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import init_logging, logger
 from torchtitan_graph.nearest import did_you_mean
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that names the option a mistyped one means."""
+    """A parser that names the option a mistyped one means, and takes no address for a Path."""
+
+    def __init__(self, **others: Any) -> None:
+        super().__init__(**others)
+        self.register("type", Path, _as_argument)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         found, others = self.parse_known_args(args, namespace)
@@ -26,6 +32,20 @@ class _Parser(argparse.ArgumentParser):
             is_option = word.startswith("--")
             self.error(f"{word} is not an option{did_you_mean(word, own)}" if is_option else f"{word}: unexpected")
         return found
+
+
+def parse_path(given: str) -> Path:
+    """Return a path; raise UserError for an address, which Path would take for a folder named "s3:"."""
+    if is_address(given):
+        raise UserError(f"{given}: is an address, and this must be a path of this machine: copy it here first")
+    return Path(given)
+
+
+def _as_argument(given: str) -> Path:
+    try:
+        return parse_path(given)
+    except UserError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def make_parser(doc: str | None, **others: Any) -> argparse.ArgumentParser:

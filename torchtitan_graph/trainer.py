@@ -263,6 +263,7 @@ class Trainer:
         config, self.run = self.config, run
         on_rank_0(run.check_lock, files_group())  # set-up may have taken long
         self.checkpointer.saver.check = run.check_lock
+        self.checkpointer.saver.check_copying = run.check_copying
         with (
             uncollected(),  # ranks that collect at different moments wait for each other
             closing(self.steps),

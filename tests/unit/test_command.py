@@ -3,6 +3,7 @@
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -46,6 +47,7 @@ def test_help_ends_without_a_traceback_too() -> None:
         (["--temprature", "1"], "--temprature is not an option; did you mean --temperature?"),
         (["--x=1"], "--x is not an option\n"),
         (["a", "b"], "b: unexpected"),
+        (["--out=s3://bucket/a"], "argument --out: s3://bucket/a: is an address, and this must be a path of this mach"),
     ],
 )
 def test_a_word_that_no_parser_knows_is_answered(
@@ -53,6 +55,7 @@ def test_a_word_that_no_parser_knows_is_answered(
 ) -> None:
     parser = make_parser(None)
     parser.add_argument("--temperature")
+    parser.add_argument("--out", type=Path)
     parser.add_argument("one", nargs="?")
     with pytest.raises(SystemExit):
         parser.parse_args(words)

@@ -40,7 +40,7 @@ from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
 from torchtitan_graph.parallel.agree import describe, on_all_ranks, on_rank_0
 from torchtitan_graph.patience import look_up, retry_io
-from torchtitan_graph.small_files import MAX_BYTES, sync
+from torchtitan_graph.small_files import MAX_BYTES, BadFile, sync
 from torchtitan_graph.transient import is_transient
 
 T = TypeVar("T")
@@ -144,6 +144,21 @@ class Remote:
             self._retry(functools.partial(self.fs.get_file, f"{self.path}/{name}", str(folder / name)))
             sync(folder / name)
 
+    def read(self, name: str) -> bytes | None:
+        """Return a small file's content, None if it is not there; nothing is retried."""
+        path = f"{self.path}/{name}"
+        self.fs.invalidate_cache()  # other processes write here too
+        with _missing_file():
+            if (size := look_up(self.fs, path)["size"]) > MAX_BYTES:
+                raise BadFile(f"{self.address}/{name}: has {size:,} bytes, more than {MAX_BYTES:,}")
+            content: bytes = self.fs.cat_file(path)
+            return content
+        return None
+
+    def write(self, name: str, content: bytes) -> None:
+        """Replace a small file in this folder, which is there; nothing is retried."""
+        self.fs.pipe_file(f"{self.path}/{name}", content)
+
     def delete(self, names: Iterable[str]) -> None:
         """Delete files of this folder; those that are not there are no error."""
         for name in names:
@@ -234,11 +249,11 @@ def _missing_file() -> Iterator[None]:
 
 @contextlib.contextmanager
 def using(option: str, address: str) -> Iterator[None]:
-    """Convert any error in using a remote address at a run's start into a UserError; transient ones pass through."""
+    """Convert an error in using a remote address at a run's start into a UserError, unless it is transient."""
     try:
         yield
     except Exception as error:
-        if is_transient(error):
+        if isinstance(error, UserError) or is_transient(error):
             raise
         raise UserError(
             f"checkpoint.{option}: {address} can't be used ({describe(error)}); a run does not go on without it, from "

@@ -38,7 +38,7 @@ from torchtitan_graph.parallel.agree import (
     retry_together,
 )
 from torchtitan_graph.parallel.chunk import Chunk, chunk_of
-from torchtitan_graph.patience import find_full_disk
+from torchtitan_graph.patience import find_full_disk, retry_io
 from torchtitan_graph.small_files import write_text
 from torchtitan_graph.transient import is_lost_peer
 
@@ -57,7 +57,7 @@ class Saver:
     group `group`, which nothing else uses meanwhile. Its error is raised by the next `save` or `wait`, on all ranks or
     on none, as a save fails. `run_config` is written next to the tensors. `unfinished` is the suffix of a folder that
     is being written. `check` is called by rank 0 before each change to the folder of checkpoints, and raises FolderLost
-    where that is another run's.
+    where that is another run's; `check_copying` before each change at checkpoint.remote_folder.
     """
 
     def __init__(
@@ -67,6 +67,7 @@ class Saver:
         self.run_config = run_config
         self.group = group
         self.check: Callable[[], None] = lambda: None
+        self.check_copying: Callable[[], None] = lambda: None
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self._thread = ThreadPoolExecutor(1, "save", _set_gpu()) if config.async_mode != "disabled" else None
         self._buffers: dict[str, torch.Tensor] = {}
@@ -186,9 +187,10 @@ class Saver:
         """Upload a checkpoint to checkpoint.remote_folder. A failure is logged; that of the last one is raised."""
         on_rank_0(self.check, self.group)
         try:
+            on_rank_0(functools.partial(retry_io, self.check_copying), self.group)
             copies.update(path)
         except Exception as error:
-            if is_lost_peer(error):
+            if isinstance(error, FolderLost) or is_lost_peer(error):
                 raise
             failed = f"{path} is whole, but could not be copied to {self.config.remote_folder} ({describe(error)})"
             if last:

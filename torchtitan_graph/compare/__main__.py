@@ -19,7 +19,7 @@ from torchtitan_graph.run.files import check_result, write_result
 def main(argv: Sequence[str]) -> int:
     """Print the comparison and write the picture; return 0, or 2 where a folder or file can't be used."""
     parser = make_parser(__doc__, prog="python -m torchtitan_graph.compare")
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="a run's folder, its job.dump_folder")
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="a run's folder, its job.dump_folder")
     words = "the picture (default: %(default)s)"
     parser.add_argument("--picture", type=Path, default=Path("compare.svg"), metavar="FILE.svg", help=words)
     arguments = parser.parse_args(argv)

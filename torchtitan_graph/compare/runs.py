@@ -33,17 +33,16 @@ class Run:
         return {step: x[key] for step, x in self.steps.items() if type(x.get(key)) in (int, float)}
 
 
-def read_runs(folders: Sequence[str]) -> list[Run]:
+def read_runs(paths: Sequence[Path]) -> list[Run]:
     """Return the runs in folders, of which each is named once.
 
     Raises:
         UserError: there are fewer than two, one is no run, or its metrics are not what a run writes.
     """
-    paths = [Path(folder) for folder in folders]
     if len(paths) < 2:
         raise UserError("name the folders of two runs, or more")
     if len({path.resolve() for path in paths}) < len(paths):
-        raise UserError(f"a run is named twice among {', '.join(folders)}")
+        raise UserError(f"a run is named twice among {', '.join(map(str, paths))}")
     for path in paths:
         _check_run(path)
     names = [path.resolve().name for path in paths]

@@ -10,6 +10,10 @@ from torchtitan_graph.rates import RATES
 
 VALIDATION_LOSS = "validation_loss"  # the metric; of one of several sets, with /NAME
 _DOTTED, _NOT_EMPTY = r"\w+(\.\w+)+", "a string that is not empty"
+_HERE, _NO_ADDRESS = (
+    r"(?s:(?![A-Za-z][A-Za-z0-9+.:-]*://).*)",
+    "a path of this machine: copy here what is at an address",
+)
 
 
 @dataclass
@@ -23,6 +27,8 @@ class Job:
         "./outputs",
         "Folder for everything the run writes. {table.key} in it stands for the value of that option, as in"
         " ./outputs/{model.name}; other braces are refused.",
+        pattern=_HERE,
+        means="a path of this machine; checkpoint.remote_folder takes the address of a copy",
     )
     allow_changed: list[str] = option(
         [],
@@ -120,6 +126,8 @@ class Model:
         None,
         "Folder with a tokenizer.json, or that file; not set: bytes are the tokens. A config.json in the folder gives"
         " the architecture; with flavor set, the two must agree. This option alone loads no weights.",
+        pattern=_HERE,
+        means=_NO_ADDRESS,
     )
     trust_remote_code: bool = option(
         False,
@@ -376,6 +384,8 @@ class Training:
         None,
         "Folder on the node's own disk, shared by its ranks, for what is read from addresses, unpacked files and"
         " indexes; not set: torchtitan_graph in $XDG_CACHE_HOME or ~/.cache.",
+        pattern=_HERE,
+        means=_NO_ADDRESS,
     )
     cache_gb: float = option(
         500.0,
@@ -436,7 +446,10 @@ class Training:
         choices=("cut", "drop", "refuse"),
     )
     chat_template: str | None = option(
-        None, "File with a Jinja template for conversations; not set: the tokenizer's own."
+        None,
+        "File with a Jinja template for conversations; not set: the tokenizer's own.",
+        pattern=_HERE,
+        means=_NO_ADDRESS,
     )
     chat_template_kwargs: dict[str, Any] = option(
         {}, "Arguments of the chat template, by the names that it reads, such as {enable_thinking = false}."
@@ -524,6 +537,8 @@ class Reference:
         None,
         "Hugging Face folder of the model, whose weights are read whenever the run starts; its vocabulary is as large"
         " as the trained model's, and all else may differ. Not set: there is none.",
+        pattern=_HERE,
+        means=_NO_ADDRESS,
     )
 
 
@@ -577,6 +592,8 @@ class Parallelism:
         None,
         "File with a schedule of your own, instead of pipeline_parallel_schedule: a line for each rank with its"
         " actions, such as 0F0,0F1,0B0,0B1 (stage, F or B or its halves I and W, microbatch).",
+        pattern=_HERE,
+        means=_NO_ADDRESS,
     )
     pipeline_parallel_deferred_weights: int | None = option(
         None,
@@ -671,6 +688,8 @@ class Checkpoint:
         None,
         "Folder of an adapter in PEFT's format (adapter_config.json, adapter_model.safetensors), from which those of"
         " [model.lora] start while the run has no checkpoint of its own.",
+        pattern=_HERE,
+        means=_NO_ADDRESS,
     )
     last_save_model_only: bool = option(True, "Save only parameters after the last step.")
     last_save_in_hf: bool = option(
@@ -848,6 +867,8 @@ class Compile:
         None,
         "Folder of this job's graphs, written by python -m torchtitan_graph.precompile with the same options: they are"
         " read instead of traced.",
+        pattern=_HERE,
+        means=_NO_ADDRESS,
     )
 
 

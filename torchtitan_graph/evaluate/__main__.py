@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from torchtitan_graph.command import command, make_parser, run_command
+from torchtitan_graph.command import command, make_parser, parse_path, run_command
 from torchtitan_graph.config.load import read_beside
 from torchtitan_graph.data.forms import RowFormat
 from torchtitan_graph.data.tokenizer import load_tokenizer
@@ -25,7 +25,7 @@ from torchtitan_graph.evaluate.choices import evaluate_choices, read_questions
 from torchtitan_graph.evaluate.corpora import evaluate_corpora
 from torchtitan_graph.evaluate.model import Evaluated, open_model
 from torchtitan_graph.evaluate.requests import Scorer
-from torchtitan_graph.evaluate.source import name_sets, names_a_corpus, open_source
+from torchtitan_graph.evaluate.source import name_sets, named_path, names_a_corpus, open_source
 from torchtitan_graph.parallel.join import meet
 
 
@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--step", default="newest", help="checkpoint of the run: newest (default), best, or a number")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=PATH", help="loss on these documents")
     parser.add_argument(
-        "--choices", action="append", default=[], metavar="NAME=FILE", help="multiple choice, as JSON lines"
+        "--choices", action="append", default=[], metavar="NAME=PATH", help="multiple choice, as JSON lines"
     )
     parser.add_argument("--lm_eval", metavar="TASKS", help="tasks of lm-evaluation-harness, with commas between them")
     parser.add_argument("--include_path", type=Path, metavar="DIR", help="folder of task files of your own")
@@ -53,7 +53,8 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     options, words = read_beside(parser, argv)
-    questions = {name: read_questions(Path(path)) for name, path in map(_pair, options.choices)}
+    files = dict(named_path("--choices", each) for each in options.choices)
+    questions = {name: read_questions(parse_path(path)) for name, path in files.items()}
     if len(questions) < len(options.choices):
         raise UserError("--choices: several have the same name; give each its own")
     source = open_source(options.model, options.step, options.set, words)
@@ -61,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
     has_corpora = bool(options.set) or not has_requests
     if has_corpora and not names_a_corpus(source.config) and source.is_hugging_face:
         raise UserError(
-            f"{options.model}: say what to evaluate it on: --set NAME=PATH, --choices NAME=FILE or --lm_eval"
+            f"{options.model}: say what to evaluate it on: --set NAME=PATH, --choices NAME=PATH or --lm_eval"
         )
     chats = harness.Chats(options.apply_chat_template, options.fewshot_as_multiturn, options.system_instruction)
     if not options.lm_eval and (options.apply_chat_template or options.system_instruction):
@@ -92,13 +93,6 @@ def main(argv: Sequence[str]) -> int:
         if dist.is_initialized():
             dist.destroy_process_group()
     return 0
-
-
-def _pair(given: str) -> tuple[str, str]:
-    name, equals, path = given.partition("=")
-    if not name or not path:
-        raise UserError(f"--choices {given}: must be NAME=FILE")
-    return name, path
 
 
 def _by_requests(

@@ -115,9 +115,7 @@ def _choose_sets(config: JobConfig, sets: Sequence[str]) -> None:
         common["steps"] = -1
     rows = []
     for each in sets:
-        name, equals, path = each.partition("=")
-        if not equals or not path:
-            raise UserError(f"--set {each}: must be NAME=PATH")
+        name, path = named_path("--set", each)
         place = Path(path).expanduser()
         with refuse_unreadable(f"--set {each}"):
             if is_address(path):
@@ -131,6 +129,14 @@ def _choose_sets(config: JobConfig, sets: Sequence[str]) -> None:
         raise UserError(f"--set: {error}") from error
     validation.dataset = validation.dataset_path = validation.format = None
     validation.columns = {}
+
+
+def named_path(option: str, given: str) -> tuple[str, str]:
+    """Return the two parts of an argument NAME=PATH of an option; raise UserError if it has not both."""
+    name, _, path = given.partition("=")
+    if not name or not path:
+        raise UserError(f"{option} {given}: must be NAME=PATH")
+    return name, path
 
 
 def name_sets(message: str, sets: Sequence[str]) -> str:

@@ -63,7 +63,7 @@ def parser() -> argparse.ArgumentParser:
     config = "the run's configuration, if it is not where a run leaves it"
     add("--job.config_file", dest="config", type=Path, metavar="FILE", help=config)
     lines = "a prompt per line; of a .jsonl file per object, under the key `prompt`; - is standard input"
-    add("--prompts", metavar="FILE", help=lines)
+    add("--prompts", type=Path, metavar="FILE", help=lines)
     add("--chat", action="store_true", help=f"talk with the model, by its tokenizer's chat template: {HELP}")
     add("--system", default="", metavar="TEXT", help="with --chat: the system prompt")
     add_option(made, "training.chat_template_kwargs")
@@ -168,18 +168,18 @@ def _prompts(options: argparse.Namespace, tokenizer: Tokenizer) -> list[Prompt]:
     return [Prompt(text, to_tokens(tokenizer, text)) for text in texts]
 
 
-def _texts_of(name: str) -> Iterator[str]:
+def _texts_of(path: Path) -> Iterator[str]:
     try:
-        content = sys.stdin.read(MOST_BYTES) if name == "-" else read_text(Path(name), MOST_BYTES)
+        content = sys.stdin.read(MOST_BYTES) if path == Path("-") else read_text(path, MOST_BYTES)
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--prompts {name}: can't be read: {error}") from error
+        raise UserError(f"--prompts {path}: can't be read: {error}") from error
     for number, line in enumerate(content.splitlines(), 1):
         if not line.strip():
             continue
-        if not name.endswith(".jsonl"):
+        if path.suffix != ".jsonl":
             yield line
             continue
-        where = f"{name}, line {number}"
+        where = f"{path}, line {number}"
         text = parse_json(line, dict[str, Any], where).get("prompt")
         if not isinstance(text, str):
             raise UserError(f"{where}: the key `prompt` must hold a text")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_graph import stop
-from torchtitan_graph.checkpoint.folder import CHECKPOINTS, CONFIG
+from torchtitan_graph.checkpoint.folder import CHECKPOINTS, CONFIG, checkpoint_folder, list_steps
 from torchtitan_graph.checkpoint.remote import Remote, using
 from torchtitan_graph.config import JobConfig, dump_toml, run_folder
 from torchtitan_graph.config.job import replica_folder
@@ -18,6 +18,7 @@ from torchtitan_graph.errors import FolderLost, UserError
 from torchtitan_graph.log import logger
 from torchtitan_graph.parallel.agree import files_group, on_rank_0
 from torchtitan_graph.patience import refuse_unreadable, refuse_unwritable, retry_io
+from torchtitan_graph.run.copies import Copying
 from torchtitan_graph.run.drift import check_drift
 from torchtitan_graph.run.failure import release_reserve, reserve
 from torchtitan_graph.run.hang import TRACES
@@ -48,6 +49,7 @@ class RunFolder:
         self.status: Status | None = None
         self.planned = ""  # the forecast of rank 0's peak memory, in words, for the line at the end
         self._lock: Lock | None = None  # rank 0's
+        self._copying: Copying | None = None  # of a run with checkpoint.remote_folder
         on_rank_0(lambda: retry_io(lambda: self._open(config)), files_group())
 
     def _open(self, config: JobConfig) -> None:
@@ -58,20 +60,24 @@ class RunFolder:
             self._heart.start()
             try:
                 reserve(self.path)
-                self._compare(config, self.path / CONFIG)
+                compared = self._compare(config, self.path / CONFIG)
+                self._copying = self._begin_copying(config, is_new=compared is None)
                 self.status = Status(self.path, config.training.steps, self.check_lock)
             except BaseException:
                 self._stop_heart()
                 release_reserve(self.path)
                 lock.release()
+                if self._copying is not None:
+                    self._copying.release()
                 raise
 
     def _stop_heart(self) -> None:
         self._ended.set()
         self._heart.join(HEART_ENDS_S)
 
-    def _compare(self, config: JobConfig, file: Path) -> None:
-        """Compare the configuration with those that the run saved, in its folder and at its remote address."""
+    def _compare(self, config: JobConfig, file: Path) -> bytes | None:
+        """Compare the configuration with those that the run saved, in its folder and at its remote address; return the
+        first one's content."""
         table, compared = config.checkpoint, None
         places = {self.path, Path(config.job.dump_folder)}  # of groups: each one's, or one for all
         if file.exists() and any(any(place.glob(f"{CHECKPOINTS}/step-*")) for place in places):
@@ -83,6 +89,14 @@ class RunFolder:
                 check_drift(file, config)
         if table.enable and table.remote_folder:
             _compare_remote(table.remote_folder, config, compared)
+        return compared
+
+    def _begin_copying(self, config: JobConfig, is_new: bool) -> Copying | None:
+        table = config.checkpoint
+        if not table.enable or not table.remote_folder or table.load_only:
+            return None
+        with using("remote_folder", table.remote_folder):
+            return Copying(table.remote_folder, self.path, bool(list_steps(checkpoint_folder(config))), is_new)
 
     def save_config(self, config: JobConfig) -> None:
         """Save the configuration in the folder and at the remote address, once the run is set up; all ranks together.
@@ -121,6 +135,11 @@ class RunFolder:
         """Raise FolderLost on rank 0, which looks at the lock, if the folder is lost: before every write to it."""
         if self._lock is not None:
             self._lock.check()
+
+    def check_copying(self) -> None:
+        """Raise FolderLost on rank 0, which looks at checkpoint.remote_folder, if another run writes there."""
+        if self._copying is not None:
+            self._copying.check()
 
     @contextmanager
     def during(self, activity: str) -> Iterator[None]:
@@ -189,6 +208,8 @@ class RunFolder:
             peak = f"peak memory of rank 0: {self.planned}measured {peak_memory_gib():.3f} GiB {of}"
             (logger.warning if state == FAILED else logger.info)(f"{self.status.goodput()}; {peak}")
         self.status = None
+        if self._copying is not None:
+            self._copying.release()
         if self._heart.is_alive():
             return
         try:
@@ -208,22 +229,15 @@ def check_place(dump_folder: str) -> Path:
 
 
 def _compare_remote(address: str, config: JobConfig, compared: bytes | None) -> None:
-    """Check the configuration for drift from the one at a remote address with checkpoints.
-
-    One equal to `compared`, which was checked before, is skipped. Where there is none, this one is written, which shows
-    at once whether the address is writable.
-    """
+    """Check the configuration for drift from the one at a remote address with checkpoints, unless that is equal to
+    `compared`, which was checked before."""
     with tempfile.TemporaryDirectory() as folder:
         saved = Path(folder, CONFIG)
         with using("remote_folder", address):
             remote = Remote(address, is_new=compared is None)
-            is_there = CONFIG in remote.sizes()
-            if is_there and remote.list_steps():
+            if CONFIG in remote.sizes() and remote.list_steps():
                 remote.get([CONFIG], saved.parent)
-            elif not is_there and not config.checkpoint.load_only:
-                write_text(saved, dump_toml(config))
-                remote.put(saved.parent, [CONFIG])
-        if is_there and saved.exists() and read_small(saved) != compared:
+        if saved.exists() and read_small(saved) != compared:
             check_drift(saved, config, place=f"{remote.address}/{CONFIG}")
 
 

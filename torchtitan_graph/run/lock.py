@@ -183,7 +183,7 @@ class Lock:
             said = f"a run holds it, {describe(holder)}"
         except BadFile as error:
             said = f"its holder is unknown ({str(error) if seen.content else f'{self.path}: is empty'})"
-        why = None if holder is None else _why_gone(holder, self.me)
+        why = None if holder is None else why_gone(holder, self.me)
         if why is None:
             quiet_s = min(QUIET_S, self._stale_after_s)
             now = _changed(self.path, seen, quiet_s, self._wait)
@@ -260,7 +260,7 @@ def _changed(path: Path, seen: _Seen, within_s: float, wait: Callable[[float], o
     return None
 
 
-def _why_gone(holder: Holder, me: Holder) -> str | None:
+def why_gone(holder: Holder, me: Holder) -> str | None:
     """Return why the holder is gone for certain, or None if it may be alive."""
     if _is_gone(holder, me):
         return "that process is gone"

@@ -26,7 +26,7 @@ def steps(*losses: float, every: int = 1, **others: Any) -> list[dict[str, Any]]
 
 
 def last_of_bits(tmp_path: Path, one: list[dict[str, Any]], two: list[dict[str, Any]], end: str = "") -> str:
-    return bits(*read_runs([make(tmp_path / "a", one), make(tmp_path / "b", two, end=end)]))
+    return bits(*read_runs([Path(make(tmp_path / "a", one)), Path(make(tmp_path / "b", two, end=end))]))
 
 
 def test_the_first_step_with_another_bit_is_found(tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_validations_and_terms_of_the_loss_are_compared_too(tmp_path: Path) -> N
 def test_the_report_has_configurations_curves_and_the_last_common_step(tmp_path: Path) -> None:
     one = make(tmp_path / "a", steps(5.0, 4.0), "[optimizer]\nlr = 1e-3\n[job]\ndump_folder = 'a'")
     two = make(tmp_path / "b", steps(5.0, 3.5, 3.0), "[optimizer]\nlr = 2e-3\n[job]\ndump_folder = 'b'")
-    text = report(read_runs([one, two]))
+    text = report(read_runs([Path(one), Path(two)]))
     assert re.search(r"^optimizer.lr +0.001  0.002$", text, re.MULTILINE) and "dump_folder" not in text
     assert re.search(r"^loss +2 +4 +3.5 \(-0.5\)$", text, re.MULTILINE)
     assert re.search(r"^a +█ +▅$", text, re.MULTILINE)
@@ -99,7 +99,7 @@ def test_the_picture_is_one_whole_file_with_each_run_in_each_chart(tmp_path: Pat
 def test_an_edited_line_is_one_error(tmp_path: Path, line: str, why: str) -> None:
     a, b = make(tmp_path / "a", steps(5.0, 4.0), end=line + "\n"), make(tmp_path / "b", [])
     with pytest.raises(UserError, match=why):
-        read_runs([a, b])
+        read_runs([Path(a), Path(b)])
 
 
 def test_a_folder_that_is_no_run_is_refused_with_the_nearest(tmp_path: Path) -> None:
@@ -110,19 +110,19 @@ def test_a_folder_that_is_no_run_is_refused_with_the_nearest(tmp_path: Path) -> 
         (str(tmp_path / "other"), "has neither metrics.jsonl nor config.toml$"),
     ]:
         with pytest.raises(UserError, match=why):
-            read_runs([a, folder])
+            read_runs([Path(a), Path(folder)])
 
 
 def test_two_runs_are_needed_and_each_once(tmp_path: Path) -> None:
     a = make(tmp_path / "a", steps(5.0))
     with pytest.raises(UserError, match="two runs, or more"):
-        read_runs([a])
+        read_runs([Path(a)])
     with pytest.raises(UserError, match="named twice"):
-        read_runs([a, a + "/"])
+        read_runs([Path(a), Path(a)])
 
 
 def test_runs_without_steps_or_a_configuration_are_compared_as_far_as_they_go(tmp_path: Path) -> None:
     a, b = make(tmp_path / "a", []), make(tmp_path / "b", [], "[training]\nno_such = 1")
-    text = report(read_runs([a, b]))
+    text = report(read_runs([Path(a), Path(b)]))
     assert "configuration: not compared" in text and "no step that all runs logged" in text
     assert "bits: a and b have logged no common step" in text

@@ -438,3 +438,12 @@ def test_a_dotted_name_is_said_in_words() -> None:
         "command line: optimizer.name = 'Lion': must be one of Adam, AdamW, Muon, or a dotted name, such as"
         " my_package.MyOptimizer, of a class that is imported"
     )
+
+
+@pytest.mark.parametrize(
+    "key", ["job.dump_folder", "training.cache_folder", "model.hf_assets_path", "compile.precompiled", "reference.path"]
+)
+def test_an_address_is_no_folder_of_this_machine(key: str) -> None:
+    with pytest.raises(UserError, match=f"{key} = 's3://bucket/a': must be a path of this machine"):
+        load([f"--{key}", "s3://bucket/a"])
+    assert load([f"--{key}", "./a:b/c://d"])

@@ -1,8 +1,10 @@
 """What a node can feed: a job's training data, read by as many processes as it has ranks, without a model."""
 
 import multiprocessing
+import signal
 import time
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
 from multiprocessing.synchronize import Barrier
 from typing import NamedTuple
 
@@ -49,25 +51,42 @@ def bench(config: job.JobConfig, num_ranks: int, seconds: float) -> list[str]:
     spawn = multiprocessing.get_context("spawn")
     together = spawn.Barrier(num_ranks)
     listed = list_corpora(config)
-    ranks = []
+    ranks: dict[Connection, SpawnProcess] = {}
     for rank in range(num_ranks):
         here, there = spawn.Pipe(duplex=False)
         reader = _Rank(config, listed, rank, num_ranks, seconds)
-        process = spawn.Process(target=_feed, args=(reader, together, there))
-        process.start()
+        ranks[here] = spawn.Process(target=_feed, args=(reader, together, there), name=f"rank {rank}")
+        ranks[here].start()
         there.close()
-        ranks.append((here, process))
     try:
-        found = [here.recv() for here, _ in ranks]
-    except EOFError as error:
-        raise UserError("a process of the measurement died; its error is above") from error
+        found = _receive(ranks)
     finally:
-        for _, process in ranks:
+        for process in ranks.values():
             process.kill()
             process.join()
     if errors := [each for each in found if isinstance(each, str)]:
         raise UserError(max(errors, key=len))  # others say nothing
     return _in_words(found, config, _files_alone(config, listed, seconds))
+
+
+def _receive(ranks: dict[Connection, SpawnProcess]) -> list["Fed | str"]:
+    """Return what each process sends; raise UserError as soon as one of them died: the others would wait for it."""
+    found, waiting = [], [*ranks]
+    while waiting:
+        for here in wait(waiting):
+            assert isinstance(here, Connection)
+            waiting.remove(here)
+            try:
+                found.append(here.recv())
+            except EOFError as error:
+                ranks[here].join()
+                code, why = ranks[here].exitcode or 0, "; its error is above"
+                if code < 0:
+                    why = f", killed by {signal.Signals(-code).name}"
+                if code == -signal.SIGKILL:
+                    why += ": if this machine was out of memory, set fewer --ranks or training.dataloader.num_workers"
+                raise UserError(f"--bench: the process of {ranks[here].name} died{why}") from error
+    return found
 
 
 def _files_alone(config: job.JobConfig, listed: dict[str, Listing], seconds: float) -> float:

@@ -1,7 +1,12 @@
 """`python -m torchtitan_graph.data` shows rows as the model sees them, and counts."""
 
 import json
+import multiprocessing
+import os
 import re
+import signal
+import time
+from threading import Thread
 
 import pytest
 from templates import CHATML
@@ -88,10 +93,22 @@ def test_a_node_s_ranks_are_measured_together(words, capfd):
     assert main([*words, "--bench", "0.2", "--ranks", "2", "--training.local_batch_size", "2"]) == 0
     first, then, alone = capfd.readouterr().out.splitlines()[-3:]
     assert re.fullmatch(r"opened after [\d.]+ s, first batch after [\d.]+ s", first)
-    assert re.match(r"then 2 ranks read in 0\.\d s: [\d,]+ documents/s, [\d,]+ rows/s, [\d,]+ tokens/s, ", then)
+    assert re.match(r"then 2 ranks read in [\d.]+ s: [\d,]+ documents/s, [\d,]+ rows/s, [\d,]+ tokens/s, ", then)
     assert re.fullmatch(r"the files alone, read one after another: [\d,]+ MB/s(, enough for [\d,]+ tokens/s)?", alone)
     assert main([*words, "--bench", "0.2", "--ranks", "2", "--training.dataset_path", "nowhere.jsonl"]) == 2
     assert "there is no such file or folder" in capfd.readouterr().err
+
+
+def test_a_rank_of_a_measurement_that_is_killed_is_named(words, capsys):
+    def kill() -> None:
+        while len(ranks := multiprocessing.active_children()) < 2:
+            time.sleep(0.01)
+        os.kill(max(ranks, key=lambda rank: rank.name).pid, signal.SIGKILL)
+
+    Thread(target=kill, daemon=True).start()
+    assert main([*words, "--bench", "--ranks", "2"]) == 2
+    assert "the process of rank 1 died, killed by SIGKILL: if this machine was out of memory" in capsys.readouterr().err
+    assert not multiprocessing.active_children()
 
 
 def test_a_measurement_of_no_time_is_refused(words, capsys):

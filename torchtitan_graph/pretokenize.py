@@ -8,6 +8,8 @@ import itertools
 import multiprocessing
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +22,7 @@ from torchtitan_graph.data.document import Contexts, Document, Tokens
 from torchtitan_graph.data.forms import RowFormat
 from torchtitan_graph.data.node_cache import NodeCache
 from torchtitan_graph.data.open_corpus import open_corpus
+from torchtitan_graph.data.remote_file import in_order
 from torchtitan_graph.data.shards import write_shards
 from torchtitan_graph.data.sources import Source
 from torchtitan_graph.data.special_tokens import warn_of_special_tokens
@@ -29,6 +32,7 @@ from torchtitan_graph.log import init_logging, logger
 
 Encoded = tuple[int, np.ndarray | Tokens | Contexts]  # a document's key and its token ids
 _SECONDS_BETWEEN_LINES = 10
+_TOGETHER = 64  # documents that a worker process is given at a time
 # The options of [training] by which rows are read as documents.
 READ_BY = (
     "format", "columns", "loss_on", "split_turns", "unclear_turns", "chat_template", "chat_template_kwargs",
@@ -69,18 +73,28 @@ def _set_encode(encode: Encode) -> None:
     _encode = encode
 
 
-def _encode_there(index: int) -> Encoded:
-    return _encode(index)
+def _encode_there(numbers: range) -> list[Encoded]:
+    return [*map(_encode, numbers)]
 
 
 def encode_all(encode: Encode, numbers: range, num_workers: int) -> Iterator[Encoded]:
-    """Yield the documents in their order, tokenised here or by worker processes."""
+    """Yield the documents in their order, tokenised here or by worker processes; raise UserError if one of them
+    dies."""
     if num_workers == 0:
         yield from map(encode, numbers)
         return
+    parts = [numbers[first : first + _TOGETHER] for first in range(0, len(numbers), _TOGETHER)]
     # Not forked: the tokenizer has threads.
-    with multiprocessing.get_context("spawn").Pool(num_workers, _set_encode, [encode]) as pool:
-        yield from pool.imap(_encode_there, numbers, chunksize=64)
+    spawn = multiprocessing.get_context("spawn")
+    try:
+        with ProcessPoolExecutor(num_workers, spawn, _set_encode, [encode]) as pool:
+            for encoded in in_order((pool.submit(_encode_there, part) for part in parts), 4 * num_workers):
+                yield from encoded
+    except BrokenProcessPool as error:
+        raise UserError(
+            f"--num_workers {num_workers}: one of these processes died; where it says nothing above, this machine may"
+            " have been out of memory: set fewer. The same command goes on behind the shards that are whole"
+        ) from error
 
 
 def pretokenize(options: argparse.Namespace) -> None:

@@ -21,7 +21,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from threading import BoundedSemaphore, Lock, Thread
-from typing import Any
+from typing import Any, TypeVar
 
 from fsspec.core import url_to_fs
 
@@ -33,6 +33,7 @@ from torchtitan_graph.log import logger
 from torchtitan_graph.patience import refuse_unreadable, retry_io
 from torchtitan_graph.transient import is_transient
 
+T = TypeVar("T")
 AT_ONCE, _SMALL_AT_ONCE = 8, 32  # requests for blocks, and for small files
 _LOOK_S = 0.02  # between two looks at whether another process has read a block
 _CHECK_S = 30.0  # between two looks at whether a file that is not kept has changed
@@ -419,13 +420,18 @@ def _in_background(call: Callable[[], Any], finish: Callable[[], None]) -> "Futu
 def ahead(calls: Iterable[Callable[[], bytes]], number: int) -> Iterator[bytes]:
     """Yield the results of calls in their order, up to `number` of them at work at a time."""
     with ThreadPoolExecutor(number) as pool:
-        ahead: deque[Future[bytes]] = deque()
-        for call in calls:
-            ahead.append(pool.submit(call))
-            if len(ahead) == number:
-                yield ahead.popleft().result()
-        while ahead:
-            yield ahead.popleft().result()
+        yield from in_order(map(pool.submit, calls), number)
+
+
+def in_order(futures: Iterator["Future[T]"], number: int) -> Iterator[T]:
+    """Yield the results of futures in their order, with up to `number` of them begun."""
+    begun: deque[Future[T]] = deque()
+    for future in futures:
+        begun.append(future)
+        if len(begun) == number:
+            yield begun.popleft().result()
+    while begun:
+        yield begun.popleft().result()
 
 
 def _write_at(descriptor: int, content: bytes, place: int) -> None:

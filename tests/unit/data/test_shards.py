@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +25,7 @@ from torchtitan_graph.data.shards import write_shards
 from torchtitan_graph.data.sources import Source, digest_files
 from torchtitan_graph.data.tokenizer import ByteTokenizer, Tokenizer
 from torchtitan_graph.errors import UserError
+from torchtitan_graph.pretokenize import Encode, encode_all
 
 
 @pytest.fixture(scope="module")
@@ -298,6 +300,29 @@ def pretokenize(*options: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "torchtitan_graph.pretokenize", *options]
     environment = {"PYTHONPATH": ":".join([".", *sys.path])}
     return subprocess.run(command, capture_output=True, text=True, env=environment)
+
+
+class Deadly:
+    """Documents of which one kills the process that reads it."""
+
+    is_whole, digest = False, ""
+
+    def __len__(self) -> int:
+        return 200
+
+    def __getitem__(self, index: int) -> str:
+        if index == 130:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return "text"
+
+    def identity(self, index: int) -> int:
+        return index
+
+
+def test_a_worker_process_that_is_killed_ends_the_script():
+    encoded = encode_all(Encode(Deadly(), ByteTokenizer()), range(200), 1)
+    with pytest.raises(UserError, match="--num_workers 1: one of these processes died.* out of memory: set fewer"):
+        [*encoded]
 
 
 @pytest.mark.slow

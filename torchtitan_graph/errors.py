@@ -10,7 +10,8 @@ class UserError(ValueError):
     """Error in the user's request: the message names it, what is legal, and what to do instead.
 
     It is shown as that message alone. Every other exception is a fault, ours or of code that we call, and keeps its
-    traceback. A message may quote any file: control characters are escaped, and long lines are cut in their middle.
+    traceback. A message may quote any file: control characters are escaped, long
+    lines are cut in their middle, and secrets in addresses are left out.
     """
 
     def __init__(self, message: str = "") -> None:
@@ -27,8 +28,15 @@ def listed(words: Sequence[str], most: int = 8, separator: str = ", ") -> str:
     return separator.join(words[:most]) + more
 
 
+def without_secrets(text: str) -> str:
+    """Return a text in which each address has `***` for its user and password, and for the query of a web address."""
+    text = re.sub(r"(https?://|://(?=[^\s/'\"?#@]*:))[^\s/'\"?#]+@", r"\1***@", text)
+    return re.sub(r"(https?://[^\s'\"<>?]+\?)[^\s'\"<>]*[^\s'\"<>:;,.)]", r"\1***", text)
+
+
 def printable(message: str) -> str:
-    """Return a text that may quote a file, made safe to print: see `UserError`."""
+    """Return a text that may quote a file or an address, made safe to print: see `UserError`."""
+    message = without_secrets(message)
     message = message.encode(errors="backslashreplace").decode()  # a lone surrogate can't be printed
     message = re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda found: ascii(found[0])[1:-1], message)
     lines = message.split("\n")

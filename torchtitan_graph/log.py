@@ -6,6 +6,8 @@ import os
 import shutil
 import sys
 
+from torchtitan_graph.errors import without_secrets
+
 logger = logging.getLogger("torchtitan_graph")
 
 _YELLOW, _RED, _RESET = "\033[33m", "\033[31m", "\033[0m"
@@ -18,7 +20,7 @@ class _LineFormatter(logging.Formatter):
         self.color = color
 
     def format(self, record: logging.LogRecord) -> str:
-        line = super().format(record)
+        line = without_secrets(super().format(record))
         if not self.color or record.levelno < logging.WARNING:
             return line
         return (_RED if record.levelno >= logging.ERROR else _YELLOW) + line + _RESET

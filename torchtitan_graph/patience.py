@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
-from torchtitan_graph.transient import causes, is_missing_bucket, is_transient
+from torchtitan_graph.transient import causes, in_words, is_missing_bucket, is_transient
 
 T = TypeVar("T")
 
@@ -97,7 +97,7 @@ class Patience:
             error.__dict__[_WAITED] = True
             return False
         named = f"{what}: " if what else ""
-        logger.warning(f"storage is unavailable; retrying for {left:.0f} s: {named}{type(error).__name__}: {error}")
+        logger.warning(f"storage is unavailable; retrying for {left:.0f} s: {named}{in_words(error)}")
         time.sleep(min(self._pause, left))
         self._pause = min(2 * self._pause, EVERY_S)
         return True

@@ -27,8 +27,9 @@ from torchtitan_graph.data.shards import write_shards
 from torchtitan_graph.data.sources import Source
 from torchtitan_graph.data.special_tokens import warn_of_special_tokens
 from torchtitan_graph.data.tokenizer import Tokenizer, load_tokenizer
-from torchtitan_graph.errors import UserError
+from torchtitan_graph.errors import UserError, printable
 from torchtitan_graph.log import init_logging, logger
+from torchtitan_graph.transient import in_words
 
 Encoded = tuple[int, np.ndarray | Tokens | Contexts]  # a document's key and its token ids
 _SECONDS_BETWEEN_LINES = 10
@@ -180,7 +181,8 @@ def main() -> None:
     try:
         pretokenize(options)
     except (UserError, OSError) as error:
-        parser.exit(2, f"{error}\n")  # without the usage: the command was not wrong
+        said = str(error) if isinstance(error, UserError) else printable(in_words(error))
+        parser.exit(2, f"{said}\n")  # without the usage: the command was not wrong
 
 
 if __name__ == "__main__":

@@ -97,6 +97,19 @@ def causes(error: BaseException) -> Iterator[BaseException]:
         cause = cause.__cause__
 
 
+def in_words(error: BaseException) -> str:
+    """Return an error's class and text, and those of the first of its causes: fsspec makes "no such file" of a server
+    that is away."""
+    first = [*causes(error)][-1]
+    cause = f" ({type(first).__name__}: {_text(first)})" if first is not error else ""
+    return f"{type(error).__name__}: {_text(error)}{cause}"
+
+
+def is_refused(error: BaseException) -> bool:
+    """Return whether a server has answered another thing than that there is no such file."""
+    return any(_answer(each)[0] not in (None, 404, 410) for each in causes(error))
+
+
 def _text(error: BaseException) -> str:
     """Return an error's text; of an error of any library's, whose own code may fail, "" then."""
     try:

@@ -15,9 +15,19 @@ def is_address(path: str) -> bool:
     return re.match(r"[A-Za-z][A-Za-z0-9+.:-]*://", path) is not None
 
 
+def is_web(path: str) -> bool:
+    """Return whether a path is the address of a file of a web server."""
+    return path.startswith(("http://", "https://"))
+
+
+def path_of(path: str) -> str:
+    """Return a path without the query and the fragment that it has as an address of a web server."""
+    return re.split("[?#]", path, maxsplit=1)[0] if is_web(path) else path
+
+
 def is_pattern(path: str) -> bool:
     """Return whether a path is a pattern of files' names; of a web address no character is one."""
-    return not path.startswith(("http://", "https://")) and bool(set(path) & set("*?["))
+    return not is_web(path) and bool(set(path) & set("*?["))
 
 
 def find_bad_address(address: str) -> str | None:

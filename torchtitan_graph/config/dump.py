@@ -3,10 +3,11 @@
 import json
 import re
 from collections.abc import Collection
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 from torchtitan_graph.config.job import OPTIONS, JobConfig, get
+from torchtitan_graph.errors import without_secrets
 
 
 def dump_toml(config: JobConfig) -> str:
@@ -28,7 +29,16 @@ def dump_changes(config: JobConfig, leave_out: Collection[str] = ()) -> str:
 
 def in_toml(value: Any) -> str:
     """Return a value as TOML, for a message."""
-    return "not set" if value is None else _literal(value)
+    return "not set" if value is None else without_secrets(_literal(value))
+
+
+def shown(value: Any) -> Any:
+    """Return an option's value without the secrets of the addresses in it."""
+    if isinstance(value, list):
+        return [*map(shown, value)]
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{field.name: shown(getattr(value, field.name)) for field in fields(value)})
+    return without_secrets(value) if isinstance(value, str) else value
 
 
 def _write(config: JobConfig, keys: list[str], lines: list[str], comments: bool) -> str:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
+from torchtitan_graph.config.addresses import path_of
 from torchtitan_graph.config.option import brief, option, options
 from torchtitan_graph.rates import RATES
 
@@ -358,7 +359,7 @@ def validation_metrics(config: "JobConfig") -> list[str]:
 
 def source_name(source: DataSource) -> str:
     """Return the name of a mixture's corpus in the metrics."""
-    return source.name or PurePath(source.dataset_path or source.dataset or "").name
+    return source.name or PurePath(path_of(source.dataset_path or source.dataset or "")).name
 
 
 ROW_MULTIPLE = 16  # of dynamic_seq_len: attention's and float8's kernels want rows aligned, and lengths are fewer

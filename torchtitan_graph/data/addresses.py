@@ -14,10 +14,10 @@ from fsspec.asyn import AsyncFileSystem
 from fsspec.core import url_to_fs
 from fsspec.utils import glob_translate
 
-from torchtitan_graph.config.addresses import find_bad_address, is_pattern
+from torchtitan_graph.config.addresses import find_bad_address, is_pattern, path_of
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.patience import look_up, retry_io
-from torchtitan_graph.transient import is_missing_bucket, is_transient
+from torchtitan_graph.transient import causes, is_missing_bucket, is_refused, is_transient
 
 # What file systems call the version of a file; the first few tell by content.
 _VERSION = ("ETag", "etag", "blob_id", "md5Hash", "crc32c", "content_md5", "version_id", "generation", "mtime")
@@ -79,7 +79,8 @@ def refuse_unlisted(what: str) -> Iterator[None]:
     except Exception as error:  # of many types: each file system has its own
         if is_transient(error):
             raise
-        said = " ".join(str(error).split()) or type(error).__name__
+        first = [*causes(error)][-1]
+        said = " ".join(str(first).split()) or type(first).__name__
         hint = "; check the address, the credentials and the connection"
         raise UserError(f"{what}: can't be read: {said}{hint}") from error
 
@@ -99,9 +100,10 @@ def _list_files(option: str, address: str) -> Listing:
         try:
             info = look_up(fs, path)
         except FileNotFoundError as error:
-            if is_transient(error):  # a web server that is away
+            if is_transient(error) or is_refused(error):  # of a web server that is away, or asks for a password
                 raise
-            raise UserError(f"{where}: there is no such file or folder{_near(fs, path)}") from error
+            kind = "file or folder" if "/" in path else "bucket"
+            raise UserError(f"{where}: there is no such {kind}{_near(fs, path)}") from error
         if info["type"] != "directory":
             if info["size"] is None:
                 raise UserError(f"{where}: its server does not tell its size: copy it to where it can be read by parts")
@@ -165,7 +167,7 @@ def _ls(fs: Any, folder: str) -> list[dict[str, Any]]:
 
 
 def _found(fs: Any, info: dict[str, Any], path: str, root: str) -> Found:
-    name = path[len(root) :].lstrip("/") if root else path.rpartition("/")[2]
+    name = path[len(root) :].lstrip("/") if root else path_of(path).rpartition("/")[2]
     version = _version(info) or _version(fs.info(path))  # some tell less in a list
     version = version or (("listed", str(time.time_ns())),)  # a server without any: what is kept is of this start
     return Found(fs.unstrip_protocol(path), name, int(info["size"] or 0), version)

@@ -12,7 +12,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from torchtitan_graph.config import JobConfig, job
-from torchtitan_graph.config.addresses import is_address
+from torchtitan_graph.config.addresses import is_address, is_web, path_of
 from torchtitan_graph.config.job import source_name
 from torchtitan_graph.data.addresses import Listing, list_files
 from torchtitan_graph.data.bad_rows import AllBad
@@ -49,6 +49,8 @@ TEXT_SUFFIXES = {
 }
 # fmt: on
 _ROW_SUFFIXES = tuple(suffix for suffix in JSON_SUFFIXES if suffix != ".json")  # of a folder, which may have others
+_ROWS = (*_ROW_SUFFIXES, *TABLE_SUFFIXES, ".parquet")
+_KNOWN = f"Known are {', '.join(_ROWS)}, and as text {' '.join(sorted(TEXT_SUFFIXES))}"
 
 
 def validation_corpus(config: JobConfig, of: job.ValidationSet | None = None) -> dict[str, Any]:
@@ -115,6 +117,7 @@ def open_corpus(
     assert split in ("train", "validation", "all"), split
     option = option_of(split)
     if dataset_path:
+        _refuse_page(f"{option}_path", dataset_path)
         place = find_place(f"{option}_path", dataset_path, reading.cache, reading.listed.get(dataset_path))
         with refuse_unreadable(f"{option}_path = {dataset_path!r}"):
             if is_saved_dataset(place.names):
@@ -158,6 +161,7 @@ def list_corpora(config: JobConfig, to_validate: bool = False, is_new: bool = Tr
 
     def add(option: str, path: str | None) -> None:
         if path and is_address(path) and not path.startswith("file://") and path not in found:
+            _refuse_page(option, path)
             has_answered = _bucket(path) in map(_bucket, found)
             found[path] = list_files(option, path, is_new and not has_answered)
 
@@ -173,6 +177,20 @@ def list_corpora(config: JobConfig, to_validate: bool = False, is_new: bool = Tr
         for number, each in enumerate(validation.sets, 1):
             add(f"validation.sets, entry {number}: validation.dataset_path", each.dataset_path)
     return found
+
+
+def _refuse_page(option: str, path: str) -> None:
+    """Raise UserError for the address of a web server that may be that of a folder: it answers with a list as HTML."""
+    name = path_of(path).lower()
+    if is_web(path) and not name.endswith((*JSON_SUFFIXES, *_ROWS)) and not _is_known_text(name):
+        raise UserError(
+            f"{option} = {path!r}: is no file by its ending, and a web server has no folders that can be listed: name"
+            f" its files one by one in training.sources, or copy them to this node or to an object store. {_KNOWN}"
+        )
+
+
+def _is_known_text(name: str) -> bool:
+    return PurePath(name.lower()).suffix in TEXT_SUFFIXES
 
 
 def _bucket(address: str) -> list[str]:
@@ -274,10 +292,9 @@ def _open_file(file: DataFile, reading: RowFormat) -> Source:
 def _open_folder(place: Place, reading: RowFormat) -> Source:
     """Open all files of a folder or a pattern that are text, JSON lines, tables or Parquet, by name."""
     root, names = place.path, place.names
-    known = (*_ROW_SUFFIXES, *TABLE_SUFFIXES, ".parquet")
-    texts = [place.open(name) for name in names if PurePath(name.lower()).suffix in TEXT_SUFFIXES]
+    texts = [place.open(name) for name in names if _is_known_text(name)]
     texts = packed_together([file for file in texts if file.size], reading.cache)
-    tables = [place.open(name) for name in names if name.lower().endswith(known)]
+    tables = [place.open(name) for name in names if name.lower().endswith(_ROWS)]
     if texts:
         reading.refuse_for_text(root, f"holds files of text ({texts[0].name})")
         if reading.format != "text":
@@ -290,7 +307,7 @@ def _open_folder(place: Place, reading: RowFormat) -> Source:
     sources = _open_parts(parts, reading)
     if not sources:
         none = f"none of the {len(names)} files in it can be read as documents" if names else "the folder is empty"
-        raise UserError(f"{root}: {none}. Known are {', '.join(known)}, and as text {' '.join(sorted(TEXT_SUFFIXES))}.")
+        raise UserError(f"{root}: {none}. {_KNOWN}.")
     read = {file.name for file in (*texts, *tables)}
     if left_out := Counter(PurePath(name).suffix for name in names if name not in read):
         named = ", ".join(f"{count:,} {suffix or 'without a suffix'}" for suffix, count in left_out.most_common(8))

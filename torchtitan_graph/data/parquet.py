@@ -2,7 +2,7 @@
 
 Note [Parquet at an address]: of a large file both ends are kept, where its digest and its list of columns are read; of
 the rest the used columns are read, row group by row group, some parts ahead, and not kept. A small file is read whole
-for its digest.
+for its digest, and so is one of a web server that gives whole files alone.
 """
 
 import bisect
@@ -33,7 +33,7 @@ def open_parquet(file: DataFile, reading: RowFormat) -> Source:
     in any order."""
     datasets = import_datasets(file.path)
     arrow, parquet = (importlib.import_module(name) for name in ("pyarrow", "pyarrow.parquet"))
-    if isinstance(file, RemoteFile) and not is_small(file.size):
+    if isinstance(file, RemoteFile) and not is_small(file.size) and file.finds_ranges():
         file = EndsFile(file, _END, _find_end)
     bytes_of = _Bytes(file)
     try:

@@ -183,7 +183,7 @@ class RemoteFile(DataFile):
 
     def _fill(self, blocks: "_Blocks", number: int) -> None:
         """Read a block into the cache if it isn't there. See Note [Blocks of a file]."""
-        if not blocks.there[number] and not self._finds_ranges():
+        if not blocks.there[number] and not self.finds_ranges():
             self._fill_all(blocks)
         if blocks.there[number]:
             return
@@ -205,22 +205,29 @@ class RemoteFile(DataFile):
             blocks.there[:] = b"\1" * len(blocks.there)
 
     def _try_to_fill_all(self, blocks: "_Blocks") -> None:
-        _, fs, path = self._file_system()
-        timeout = importlib.import_module("aiohttp").ClientTimeout(total=None, sock_read=_CHECK_S)
-        options = {**fs.storage_options, "client_kwargs": {**fs.client_kwargs, "timeout": timeout}}
         place = 0
-        with type(fs)(**options).open(path, block_size=0) as stream:
-            while place <= self.size and (content := stream.read(CHUNK)):
-                with self._cache.refuse_unwritable():
-                    _write_at(blocks.descriptor, content, place)
-                place += len(content)
+        for content in self.stream():
+            with self._cache.refuse_unwritable():
+                _write_at(blocks.descriptor, content, place)
+            place += len(content)
         self.check()
         if place != self.size:
             raise OSError(errno.EIO, f"{place:,} of {self.size:,} bytes came", self.path)
         with self._cache.refuse_unwritable():
             blocks.mark_all()
 
-    def _finds_ranges(self) -> bool:
+    def stream(self) -> Iterator[bytes]:
+        """Yield the file from its beginning as a web server gives it, by one request; nothing is kept."""
+        _, fs, path = self._file_system()
+        timeout = importlib.import_module("aiohttp").ClientTimeout(total=None, sock_read=_CHECK_S)
+        options = {**fs.storage_options, "client_kwargs": {**fs.client_kwargs, "timeout": timeout}}
+        left = self.size + 1  # one more shows that there is more
+        with type(fs)(**options).open(path, block_size=0) as stream:
+            while left > 0 and (content := stream.read(min(CHUNK, left))):
+                yield content
+                left -= len(content)
+
+    def finds_ranges(self) -> bool:
         """Return whether its server answers a request for a part with that part; web servers need not."""
         if self._knows_ranges is None:
             _, fs, path = self._file_system()
@@ -378,6 +385,9 @@ def packed_together(files: Sequence[DataFile], cache: NodeCache) -> list[DataFil
 
 def unkept_chunks(file: DataFile) -> Iterator[bytes]:
     """Yield a file from its beginning, as its disk or its address gives it: not from what this node has kept of it."""
+    if isinstance(file, RemoteFile) and not file.finds_ranges():
+        yield from file.stream()
+        return
     if isinstance(file, RemoteFile):
         ends = ((start, min(start + CHUNK, file.size)) for start in range(0, file.size, CHUNK))
         yield from ahead((partial(file.fetch, *part) for part in ends), AT_ONCE)

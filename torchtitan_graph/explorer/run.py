@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 from urllib.parse import quote
 
+from torchtitan_graph.errors import without_secrets
 from torchtitan_graph.log import logger
 from torchtitan_graph.metrics.jsonl import read_records
 from torchtitan_graph.small_files import BadFile, read_json, read_text
@@ -44,7 +45,7 @@ def run_data(folder: Path, page: Path) -> dict[str, Any]:
         facts.append(["time went into", ", ".join(f"{_brief(key)} {_brief(x)}" for key, x in list(times.items())[:20])])
     if measured := [value for _, value in curves.get("memory_gib", ())]:
         facts.append(["peak memory, measured (rank 0; on a CPU of the whole process)", f"{max(measured):.3f} GiB"])
-    config = _or_nothing(folder / "config.toml", read_text, "")
+    config = without_secrets(_or_nothing(folder / "config.toml", read_text, ""))
     return {"folder": str(folder), "facts": facts, "curves": curves, "files": _files(folder, page), "config": config}
 
 

@@ -12,9 +12,10 @@ import torch.distributed as dist
 
 from torchtitan_graph.capture.step import METRIC, TERM
 from torchtitan_graph.config import JobConfig, dump_toml
+from torchtitan_graph.config.dump import shown
 from torchtitan_graph.config.job import OPTIONS, VALIDATION_LOSS, get
 from torchtitan_graph.device import device, peak_memory_gib
-from torchtitan_graph.errors import printable
+from torchtitan_graph.errors import printable, without_secrets
 from torchtitan_graph.log import logger, show_status
 from torchtitan_graph.metrics.console import progress, progress_bar, step_line
 from torchtitan_graph.metrics.health import Alarm, compare_ranks
@@ -114,14 +115,14 @@ class Metrics:
             self._json = dump_folder / (f"metrics_rank{rank}.jsonl" if rank else "metrics.jsonl")
             begin(self._json, start_step)
             if options.enable_tensorboard:
-                texts = {"config": verbatim(dump_toml(config)), "model": model_table}
+                texts = {"config": verbatim(without_secrets(dump_toml(config))), "model": model_table}
                 if scope_table:
                     texts["scopes"] = verbatim(scope_table)
                 folder = dump_folder / "tb" / (f"rank_{rank}" if rank else "")
                 with refuse_unwritable(f"metrics.enable_tensorboard = true: {folder}", folder):
                     self._tensorboard = TensorBoard(folder, start_step, texts, layout=rank == 0)
                 self._dashboards.append(self._tensorboard)
-            settings = {key: get(config, key) for key in OPTIONS}
+            settings = {key: shown(get(config, key)) for key in OPTIONS}
             if options.enable_wandb and rank == 0:
                 self._dashboards.append(WeightsAndBiases(dump_folder, start_step, settings))
             if options.enable_mlflow and rank == 0:

@@ -9,14 +9,14 @@ import traceback
 from pathlib import Path
 from typing import Any, TypedDict
 
-from torchtitan_graph.errors import UserError
+from torchtitan_graph.errors import UserError, without_secrets
 from torchtitan_graph.patience import FULL
 from torchtitan_graph.run.files import read_record, write_json
 from torchtitan_graph.run.identity import Identity, Seconds, identity
 from torchtitan_graph.run.lock import FolderHeld
 from torchtitan_graph.small_files import Count
 from torchtitan_graph.stop import write_record
-from torchtitan_graph.transient import is_lost_peer
+from torchtitan_graph.transient import in_words, is_lost_peer
 
 FOLDER = "failures"
 RESERVE, RESERVED = "run.reserve", 64 * 2**10  # a folder with a file of so many bytes, for failures on a full disk
@@ -122,8 +122,8 @@ def _describe(error: BaseException, code: int) -> dict[str, Any]:
     return {
         "code": BAD_NODE if code == FAULT and _blames_device(error) else code,
         "lost_peer": code == FAULT and is_lost_peer(error),
-        "message": f"{type(error).__name__}: {error}",
-        "traceback": "".join(traceback.format_exception(error)),
+        "message": without_secrets(in_words(error)),
+        "traceback": without_secrets("".join(traceback.format_exception(error))),
     }
 
 

@@ -29,8 +29,10 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 
 from s3 import Request, Store, at_first
+from torchtitan_graph import log
 from torchtitan_graph.config import check_data
-from torchtitan_graph.config.job import ValidationSet
+from torchtitan_graph.config.dump import in_toml, shown
+from torchtitan_graph.config.job import ValidationSet, source_name
 from torchtitan_graph.config.load import load
 from torchtitan_graph.data import (
     DataLoader,
@@ -52,8 +54,8 @@ from torchtitan_graph.data.parquet import open_parquet
 from torchtitan_graph.data.places import find_place
 from torchtitan_graph.data.shards import write_shards
 from torchtitan_graph.data.tokenizer import ByteTokenizer
-from torchtitan_graph.errors import UserError
-from torchtitan_graph.transient import is_transient
+from torchtitan_graph.errors import UserError, without_secrets
+from torchtitan_graph.transient import in_words, is_transient
 
 FORK = multiprocessing.get_context("fork")  # starts at once
 TEXTS = ["".join(chr(97 + number * place % 26) for place in range(1 + number * 7 % 50)) for number in range(300)]
@@ -422,18 +424,24 @@ def test_small_files_of_a_folder_are_kept_together(tmp_path, store):
 
 
 class Website(SimpleHTTPRequestHandler):
-    """Answers requests for a part with the whole file, as Python's server does; below /parts/ with the part."""
+    """Answers requests for a part with the whole file, as Python's server does; below /parts/ with the part, and below
+    /403/ and the like with that status."""
 
     asked: list[str] = []
 
     def log_message(self, *words):
         pass
 
+    def do_HEAD(self):
+        if status := re.match("/([45][0-9]{2})/", self.path):
+            return self.send_error(int(status[1]))
+        super().do_HEAD()
+
     def do_GET(self):
         self.asked.append(f"{self.path} {self.headers.get('Range')}")
         part = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
         if not part or not self.path.startswith("/parts/"):
-            return super().do_GET()
+            return self.do_HEAD() if re.match("/[45]", self.path) else super().do_GET()
         content = Path(self.translate_path(self.path)).read_bytes()
         first, last = map(int, part.groups())
         self.send_response(206)
@@ -479,6 +487,79 @@ def test_a_file_of_a_web_server_is_read_with_and_without_ranges(tmp_path, websit
     if folder == "whole":
         with pytest.raises(UserError, match="its server answers a request for a part with the whole file"):
             rows_of(f"{website}/{folder}/lines.jsonl", reading=reading)
+
+
+def test_whole_files_of_a_web_server_are_read_alone_and_as_parquet(tmp_path, website, monkeypatch):
+    for module in (remote_file, files):
+        monkeypatch.setattr(module, "CHUNK", 1000)
+    (tmp_path / "lines.jsonl").write_bytes(LINES)
+    cache = NodeCache(str(tmp_path / "cache"))
+    place = find_place("x", f"{website}/lines.jsonl", cache)
+    assert b"".join(remote_file.unkept_chunks(place.open("lines.jsonl"))) == LINES
+    assert len(Website.asked) == 2 and not (tmp_path / "cache").exists()
+    monkeypatch.setattr(sources, "SMALL_CORPUS_BYTES", 0)
+    write_wide_parquet(tmp_path / "wide.parquet")
+    reading = RowFormat(ByteTokenizer(), columns={"text": "a.text"}, cache=cache)
+    Website.asked.clear()
+    there = open_parquet(find_place("x", f"{website}/wide.parquet", cache).open("wide.parquet"), reading)
+    assert [there[number] for number in range(300)] == TEXTS and len(Website.asked) == 2
+
+
+@pytest.mark.parametrize("path", ["", "/", "/folder", "/folder/", "/page.aspx?file=x.jsonl"])
+def test_an_address_of_the_web_that_is_no_file_is_refused(website, path):
+    with pytest.raises(UserError, match=r"is no file by its ending, .* training.sources, .* Known are .jsonl") as error:
+        open_corpus("", f"{website}{path}", "train", 0)
+    assert str(error.value).startswith("training.dataset_path = 'http://") and not Website.asked
+    config = load(["--training.dataset_path", f"{website}{path}"])
+    with pytest.raises(UserError, match="is no file by its ending"):
+        list_corpora(config)
+
+
+def test_a_secret_in_an_address_is_in_no_name_and_no_message(tmp_path, website, monkeypatch, caplog):
+    monkeypatch.setattr("torchtitan_graph.patience.WAIT_S", 0.01)
+    monkeypatch.setattr("torchtitan_graph.log.logger.propagate", True)
+    (tmp_path / "table.csv").write_bytes(TABLE)
+    address = f"{website.replace('//', '//me:secret@')}/table.csv?token=secret/x.txt"
+    corpus = open_corpus("", address, "all", 0)
+    here = open_corpus("", str(tmp_path / "table.csv"), "all", 0)
+    assert corpus.source[7] == TEXTS[7] and corpus.digest == here.digest
+    config = load(["--training.sources", f"[{{dataset_path = '{address}', weight = 1}}]"])
+    assert source_name(config.training.sources[0]) == "table.csv"
+    assert "secret" not in f"{in_toml(config.training.sources)} {shown(config.training.sources)}"
+    (tmp_path / "table.csv").unlink()
+    for wrong in (address, address.replace("/table", "/500/table")):
+        with pytest.raises((UserError, FileNotFoundError)) as error:
+            open_corpus("", wrong, "all", 0)
+        said = in_words(error.value) if is_transient(error.value) else str(error.value)
+        assert "secret" not in without_secrets(said) and "/table.csv?***" in without_secrets(said)
+    record = caplog.records[-1]
+    assert "retrying" in record.msg and "secret" not in log._LineFormatter("", False).format(record)
+
+
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [
+        ("/403/x.txt", "can't be read: 403, message='Forbidden'"),
+        ("/401/x.txt", "can't be read: 401, message='Unauthorized'"),
+        ("/404/x.txt", "there is no such file or folder"),
+        ("/503/x.txt", "503, message='Service Unavailable'"),
+        ("//nowhere.invalid/x.txt", "gaierror: .*(Name or service not known|name resolution)"),
+        ("//127.0.0.1:1/x.txt", "ConnectionRefusedError: .*Connect call failed"),
+    ],
+)
+def test_what_a_web_server_answers_is_named(website, monkeypatch, caplog, path, reason):
+    monkeypatch.setattr("torchtitan_graph.log.logger.propagate", True)
+    monkeypatch.setattr("torchtitan_graph.patience.WAIT_S", 0.01)
+    with pytest.raises((UserError, FileNotFoundError)) as error:
+        list_files("x", f"http:{path}" if path.startswith("//") else f"{website}{path}")
+    said = str(error.value) if isinstance(error.value, UserError) else in_words(error.value)
+    assert re.search(reason, said)
+    assert isinstance(error.value, UserError) or re.search(reason, caplog.text), "it is named while it is waited for"
+
+
+def test_a_bucket_that_does_not_exist_is_no_missing_file(store):
+    with pytest.raises(UserError, match="'s3://typo': there is no such bucket$"):
+        list_files("x", "s3://typo")
 
 
 def test_documents_that_follow_each_other_in_a_file_that_is_not_kept_come_together(tmp_path, store, monkeypatch):
@@ -584,7 +665,7 @@ def test_a_bucket_that_stays_away_is_storage_that_is_unavailable(store, monkeypa
 @pytest.mark.parametrize("path", ["corpus", "a.jsonl", "*.jsonl", "a/*/*.jsonl", "**/a"])
 def test_a_bucket_that_never_was_is_a_mistake_in_a_new_run(store, monkeypatch, path):
     monkeypatch.setattr("torchtitan_graph.patience.WAIT_S", 0.05)
-    with pytest.raises(UserError, match="dataset_path = 's3://typo/.*: can't be read: The specified bucket") as new:
+    with pytest.raises(UserError, match="dataset_path = 's3://typo/.*: can't be read: .* The specified bucket") as new:
         open_corpus("", f"s3://typo/{path}", "train", 0)
     assert not is_transient(new.value)
     with pytest.raises(FileNotFoundError) as error:

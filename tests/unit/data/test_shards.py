@@ -322,7 +322,7 @@ class Deadly:
 def test_a_worker_process_that_is_killed_ends_the_script():
     encoded = encode_all(Encode(Deadly(), ByteTokenizer()), range(200), 1)
     with pytest.raises(UserError, match="--num_workers 1: one of these processes died.* out of memory: set fewer"):
-        [*encoded]
+        list(encoded)
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_graph.capture.dynamo import CAPTURES
+from torchtitan_graph.capture.uncollected import uncollected
 from torchtitan_graph.checkpoint import check_choice, is_new_run
 from torchtitan_graph.checkpoint.folder import checkpoint_folder
 from torchtitan_graph.config import JobConfig, run_folder, shard_degree, target_of
@@ -236,6 +237,7 @@ class Blueprint:
             note = "" if here else f"; {path} is not in this folder, so this is torchtitan_graph's own of that name"
             logger.info(f"tokenizer: {self.assets.absolute()}, {size}{note}")
 
+    @uncollected()
     def dry_run(self) -> list[str]:
         """Build the graphs, and return the forecast of this rank as lines."""
         self.log_tokenizer()

@@ -41,6 +41,7 @@ _VIEW = aten._unsafe_view.default  # a view whose schema states no alias
 _UPDATE, _CLIP, _ACCUMULATE = 7, 3, 3
 
 _HOST_LEAD = 8  # operators that the host launches ahead of the device
+_ANY_WIDTH = 4  # of a kernel that multiplies nothing: only a product's time depends on the width
 
 PRODUCT, ATTENTION, OTHER = "products", "attention", "other"
 COMPUTE, MEMORY, LAUNCH = "compute", "memory", "launch"  # the terms of a kernel's time
@@ -53,7 +54,7 @@ class Work(NamedTuple):
     operations  FLOPs of products; attention's for the pairs that its kernel computes, recomputed scores included
     num_bytes   read and written
     least       the same if all neighbours in its compiled region were fused; else `num_bytes`
-    width       bytes of each multiplied number, of the narrower operand
+    width       bytes of each multiplied number, of the narrower operand; any where nothing is multiplied
     """
 
     kind: str
@@ -257,8 +258,8 @@ def works_of(node: Node, visible: Mapping[str, float] | None = None) -> Sequence
         # Backward's kernels recompute the scores, one product more than the four that count.
         again = 1.25 if attention.is_backward else 1.0
         kind, operations = ATTENTION, attention_flops(node) * _pairs(node, visible or {}) * again
-    moved = float(touched(node))
-    return (Work(kind, operations, moved, moved, _dtype(node).itemsize),)
+    moved, width = float(touched(node)), _dtype(node).itemsize if operations else _ANY_WIDTH
+    return (Work(kind, operations, moved, moved, width),)
 
 
 def _pairs(node: Node, visible: Mapping[str, float]) -> float:
@@ -303,7 +304,7 @@ def _fused(nodes: Sequence[Node], owner: Mapping[Node, Node], readers: Mapping[N
     leaves = {x for x in made if not readers.get(x, set()) <= inside}
     least = sum(num_bytes(x.meta.get("val")) for x in (*enters, *leaves))  # values written in place are in both
     moved = sum(map(touched, nodes))
-    return Work(OTHER, 0.0, float(moved), float(min(least, moved)), 4)
+    return Work(OTHER, 0.0, float(moved), float(min(least, moved)), _ANY_WIDTH)
 
 
 def _dtype(node: Node) -> torch.dtype:
@@ -387,8 +388,9 @@ class Clock:
             self._host += self.costs.rates.launch * len(works)
             if works:
                 self.now = max(self.now, self._host)
-                seconds, kernels = self._computing(node), [self.costs.kernel(work) for work in works]
+                seconds = self._computing(node)
                 self.now += seconds
+                kernels = [self.costs.kernel(work) for work in works] if len(works) > 1 else [1.0]
                 whole = sum(kernels) or 1.0
                 for work, part in zip(works, kernels, strict=True):
                     self.computed[work.kind] += part * seconds / whole

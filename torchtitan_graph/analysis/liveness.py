@@ -218,8 +218,7 @@ class Memories:
                 self._taken.setdefault(source, []).append(node)
             elif owner is node:
                 self._taken[node] = [node]
-        self._used = {node: self._owners_at(node) for node in gm.graph.nodes}
-        self.last_use = {owner: node for node, owners_at in self._used.items() for owner in owners_at}
+        self.last_use = {owner: node for node in gm.graph.nodes for owner in self.used(node)}
 
     def results(self, node: Node) -> list[Node]:
         """Return the memories of those results of an operator with several that the graph picks."""
@@ -231,9 +230,6 @@ class Memories:
 
     def used(self, node: Node) -> set[Node]:
         """Return the memories that must exist while a node runs."""
-        return self._used[node]
-
-    def _owners_at(self, node: Node) -> set[Node]:
         at = [*node.all_input_nodes, node]
         if node.target is _WAIT and operator_of((start := node.all_input_nodes[0]).target).holds_input:
             at += start.all_input_nodes

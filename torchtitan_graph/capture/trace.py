@@ -311,7 +311,7 @@ def _on_flat_tensors(
         for path, x in paths:
             check_result(f"the result{pytree.keystr(path)}", x)
         out.constants = {i: x for i, (_, x) in enumerate(paths) if not isinstance(x, Tensor)}
-        tensors = [(path, x.detach()) for path, x in paths if isinstance(x, Tensor)]
+        tensors = [(path, x.detach() if x.requires_grad else x) for path, x in paths if isinstance(x, Tensor)]
         out.slots = tuple(Slot(pytree.keystr(path), "output", layout_of(x)) for path, x in tensors)
         left = left_gradients(traced)
         out.left = {name: len(parts) for name, parts in left.items()}

@@ -70,10 +70,10 @@ class _Sweep:
         self._early: dict[Node, Node] = {}  # node moved before its place -> the wait that it fills
         self._part_of, self._bound = part_of, bound
         self._blocks, self._clock, self._unfilled = blocks, Clock(costs), unfilled
-        self._memories = memories
         self._scratch = {node: scratch_of(node) for node in gm.graph.nodes}
-        self._taken = {node: sum(map(size_of, self._memories.taken(node))) for node in gm.graph.nodes}
-        self._uses = collections.Counter(owner for node in gm.graph.nodes for owner in self._memories.used(node))
+        self._taken = {node: sum(map(size_of, memories.taken(node))) for node in gm.graph.nodes}
+        self._used = {node: memories.used(node) for node in gm.graph.nodes}
+        self._uses = collections.Counter(owner for owners in self._used.values() for owner in owners)
         self._done: set[Node] = set()
         self._delayed: dict[Node, None] = {}
         self._block = ""
@@ -138,7 +138,7 @@ class _Sweep:
         self._held[part] += self._taken[node]
         if self._held[part] + self._scratch[node] > self._bound[part]:
             self.too_full.update(self._early.values())
-        for owner in self._memories.used(node):
+        for owner in self._used[node]:
             self._uses[owner] -= 1
             if not self._uses[owner] and self._part_of(owner) == part:
                 self._held[part] -= size_of(owner)

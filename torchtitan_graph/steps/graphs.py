@@ -20,6 +20,7 @@ from torchtitan_graph.capture.dimensions import SizeError
 from torchtitan_graph.capture.step import trace_eval_step, trace_train_step
 from torchtitan_graph.capture.trace import Capture
 from torchtitan_graph.capture.traced import TracedResult
+from torchtitan_graph.capture.uncollected import uncollected
 from torchtitan_graph.compiler import Inspection, PassPlan, passes, run_passes
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph.edit import copy_graph
@@ -73,6 +74,7 @@ class Graphs(NamedTuple):
     flops: Flops
 
 
+@uncollected()
 def build_graphs(assembly: Assembly) -> Graphs:
     """Trace a model's steps, and run the passes on them; a dry run does only this. Precompiled steps are read instead,
     and only the passes that generate code run."""

@@ -35,14 +35,13 @@ from torchtitan_graph.blueprint import Blueprint
 from torchtitan_graph.check import matrix
 from torchtitan_graph.check.kernels import kernels_off
 from torchtitan_graph.check.matrix import BF16, FP32, Cell
-from torchtitan_graph.command import make_parser
+from torchtitan_graph.command import check_result, make_parser, write_result
 from torchtitan_graph.config import load
 from torchtitan_graph.data.batch import Batch
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.models.spec import family_names, load_family
 from torchtitan_graph.plan.ranks import build, configuration
 from torchtitan_graph.plan.simulate import by_rates, simulate
-from torchtitan_graph.run.files import check_result, write_result
 from torchtitan_graph.train import choose_kernels
 from torchtitan_graph.trainer import Trainer
 

@@ -20,7 +20,7 @@ from torch.fx import GraphModule
 from torchtitan_graph.analysis.cost import ATTENTION, OTHER, PRODUCT, Costs
 from torchtitan_graph.analysis.scopes import charges
 from torchtitan_graph.capture.traced import TracedResult
-from torchtitan_graph.command import command, make_parser, run_command
+from torchtitan_graph.command import check_result, command, make_parser, run_command, write_result
 from torchtitan_graph.config import read_beside
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.graph import meta
@@ -29,7 +29,6 @@ from torchtitan_graph.parallel.pipeline import StageGraph
 from torchtitan_graph.plan.ranks import Rank, build, configuration
 from torchtitan_graph.plan.simulate import by_rates
 from torchtitan_graph.rates import find_rates
-from torchtitan_graph.run.files import check_result, write_result
 
 COLORS = {PRODUCT: "#3b6ea5", ATTENTION: "#7a4f9a", OTHER: "#9aa5b1", "message": "#d08a2e"}
 DIRECTIONS = {"forward": 1.0, "backward": 0.6}  # how opaque

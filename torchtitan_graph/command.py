@@ -1,4 +1,4 @@
-"""Commands that print results: a UserError is one line, and a closed pipe or Ctrl-C ends them quietly."""
+"""Commands that print or write results: a UserError is one line, and a closed pipe or Ctrl-C ends them quietly."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from torchtitan_graph.config.addresses import is_address
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import init_logging, logger
 from torchtitan_graph.nearest import did_you_mean
+from torchtitan_graph.small_files import write_text
+from torchtitan_graph.transient import in_words, is_transient
 
 
 class _Parser(argparse.ArgumentParser):
@@ -55,18 +57,47 @@ def make_parser(doc: str | None, **others: Any) -> argparse.ArgumentParser:
 
 def command(main: Callable[[Sequence[str]], int]) -> Callable[..., int]:
     """Decorate a command's function of its arguments, by default those of the process: logging is set up, and a
-    UserError is logged and returns exit code 2."""
+    UserError is logged and returns exit code 2; an error of storage that is away is logged and returns 6."""
 
     @functools.wraps(main)
     def run(argv: Sequence[str] | None = None) -> int:
         init_logging()
         try:
             return main(sys.argv[1:] if argv is None else argv)
-        except UserError as error:
+        except Exception as error:
+            if is_transient(error):
+                logger.error(f"storage is unavailable; start this again once it is back: {in_words(error)}")
+                return 6  # as of a run
+            if not isinstance(error, UserError):
+                raise
             logger.error(str(error))
             return 2
 
     return run
+
+
+def check_result(option: str, path: Path) -> None:
+    """Check that a result file can be written, before the work that fills it; raise a UserError naming the option."""
+    if path.is_dir():
+        raise UserError(f"{option} {path}: is a folder; name a file")
+    if not path.parent.is_dir():
+        raise UserError(f"{option} {path}: there is no folder {path.parent}; name a file in one that is there")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise UserError(f"{option} {path}: can't be written; name a file in a folder that you may write to")
+
+
+def write_result(option: str, path: Path, content: str) -> None:
+    """Write a command's result file like `write_text`; one that is not a regular file, such as /dev/stdout, in place.
+
+    Raises a UserError with the option and the reason if it can't be written; nothing of it is left.
+    """
+    try:
+        if path.exists() and not path.is_file():
+            path.write_text(content, encoding="utf-8")
+        else:
+            write_text(path, content)
+    except OSError as error:
+        raise UserError(f"{option} {path}: can't be written: {error.strerror or error}") from error
 
 
 def run_command(main: Callable[[], int]) -> NoReturn:

@@ -20,7 +20,7 @@ import torchtitan_graph
 from torchtitan_graph.analysis.liveness import input_memory
 from torchtitan_graph.analysis.measured import find_trace, has_traces, measured
 from torchtitan_graph.analysis.scopes import charges, in_a_row
-from torchtitan_graph.command import command, make_parser, run_command
+from torchtitan_graph.command import check_result, command, make_parser, run_command, write_result
 from torchtitan_graph.config import JobConfig, ranks_asked_for, read_beside
 from torchtitan_graph.device import GIB
 from torchtitan_graph.errors import UserError
@@ -29,7 +29,6 @@ from torchtitan_graph.forecast import forecast
 from torchtitan_graph.log import logger
 from torchtitan_graph.parallel.pipeline import StageGraph
 from torchtitan_graph.plan.ranks import dry_rank, load_dry
-from torchtitan_graph.run.files import check_result, write_result
 from torchtitan_graph.steps import Graphs, build_graphs
 from torchtitan_graph.steps.budget import EARLIER, INPUTS
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
-from torchtitan_graph.transient import causes, in_words, is_missing_bucket, is_transient
+from torchtitan_graph.transient import causes, in_words, is_missing_bucket, is_transient, is_unknown_host
 
 T = TypeVar("T")
 
@@ -106,8 +106,8 @@ class Patience:
 def retry_io(function: Callable[[], T], is_new: bool = False, what: str = "") -> T:
     """Call a function again while it raises transient errors, for up to five minutes from the first of them.
 
-    is_new: whether a run asks its bucket for the first time. A bucket that is missing then is a mistake in its name,
-        and no waiting helps; one that was there may come back.
+    is_new: whether a run asks its bucket for the first time. A bucket that is missing then, or a host that no name
+        server knows, is a mistake in its name, and no waiting helps; one that was there may come back.
     what: is named in the log.
     """
     patience = Patience()
@@ -115,7 +115,7 @@ def retry_io(function: Callable[[], T], is_new: bool = False, what: str = "") ->
         try:
             return function()
         except Exception as error:
-            if is_new and is_missing_bucket(error):
+            if is_new and (is_missing_bucket(error) or is_unknown_host(error)):
                 error.__dict__["transient"] = False
             if not is_transient(error) or not patience.wait(error, what):
                 raise

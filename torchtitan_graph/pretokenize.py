@@ -7,14 +7,14 @@ import argparse
 import itertools
 import multiprocessing
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import numpy as np
 
-from torchtitan_graph.command import make_parser
+from torchtitan_graph.command import command, make_parser, run_command
 from torchtitan_graph.config.load import add_option
 from torchtitan_graph.data.bad_rows import Skipped
 from torchtitan_graph.data.corpus import ShuffledCorpus, document_key
@@ -27,9 +27,9 @@ from torchtitan_graph.data.shards import write_shards
 from torchtitan_graph.data.sources import Source
 from torchtitan_graph.data.special_tokens import warn_of_special_tokens
 from torchtitan_graph.data.tokenizer import Tokenizer, load_tokenizer
-from torchtitan_graph.errors import UserError, printable
-from torchtitan_graph.log import init_logging, logger
-from torchtitan_graph.transient import in_words
+from torchtitan_graph.errors import UserError
+from torchtitan_graph.log import logger
+from torchtitan_graph.transient import in_words, is_transient
 
 Encoded = tuple[int, np.ndarray | Tokens | Contexts]  # a document's key and its token ids
 _SECONDS_BETWEEN_LINES = 10
@@ -152,7 +152,9 @@ def pretokenize(options: argparse.Namespace) -> None:
     logger.info(f"{options.out}: {num_documents:,} documents, {num_tokens:,} tokens")
 
 
-def main() -> None:
+@command
+def main(argv: Sequence[str]) -> int:
+    """Write the shards. Return the exit code: 0 done, 2 something to change."""
     parser = make_parser(__doc__)
     parser.add_argument("--dataset", default="stdlib", help="corpus, as training.dataset")
     parser.add_argument("--dataset_path", help="as training.dataset_path")
@@ -167,7 +169,7 @@ def main() -> None:
     parser.add_argument("--num_workers", type=int, default=0, help="processes that tokenise; streams use none")
     parser.add_argument("--tokens_per_shard", type=int, default=2**26, metavar="N", help="end a shard after N tokens")
     parser.add_argument("--out", type=Path, required=True, help="folder to write; OUT.part while it is in the making")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     for name, least in (("tokens_per_shard", 1), ("num_documents", 1), ("num_workers", 0)):
         if getattr(options, name) is not None and getattr(options, name) < least:
             parser.error(f"--{name} {getattr(options, name)}: must be at least {least}")
@@ -177,13 +179,14 @@ def main() -> None:
         )
     if options.special_tokens and not options.hf_assets_path:
         parser.error("--special_tokens: bytes have none in text; name a tokenizer by --hf_assets_path")
-    init_logging()
     try:
         pretokenize(options)
-    except (UserError, OSError) as error:
-        said = str(error) if isinstance(error, UserError) else printable(in_words(error))
-        parser.exit(2, f"{said}\n")  # without the usage: the command was not wrong
+    except OSError as error:
+        if is_transient(error):
+            raise
+        raise UserError(in_words(error)) from error
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -13,13 +13,12 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from torchtitan_graph.command import command, make_parser, run_command
+from torchtitan_graph.command import check_result, command, make_parser, run_command, write_result
 from torchtitan_graph.config import read_beside
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.plan.ranks import CPU, configuration
 from torchtitan_graph.plan.roofline import as_data, lines, roofline
 from torchtitan_graph.rates import RATES, find_rates
-from torchtitan_graph.run.files import check_result, write_result
 
 OTHERS = "Other options are those of python -m torchtitan_graph.train --help."
 

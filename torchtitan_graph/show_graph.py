@@ -24,14 +24,13 @@ import torch
 
 from torchtitan_graph.analysis.liveness import takes_memory
 from torchtitan_graph.analysis.measured import find_trace
-from torchtitan_graph.command import command, make_parser, run_command
+from torchtitan_graph.command import check_result, command, make_parser, run_command, write_result
 from torchtitan_graph.compiler import PassPlan, passes
 from torchtitan_graph.config import JobConfig, read_beside
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.formats.show import without_bytes
 from torchtitan_graph.models.layers.adapt import beginnings
 from torchtitan_graph.plan.ranks import dry_rank, load_dry
-from torchtitan_graph.run.files import check_result, write_result
 from torchtitan_graph.small_files import read_text
 from torchtitan_graph.steps import build_graphs
 from torchtitan_graph.steps.choices import plan_extra

@@ -5,18 +5,20 @@ python -m torchtitan_graph.train_tokenizer --dataset stdlib --out DIR
 
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from torchtitan_graph.command import make_parser
+from torchtitan_graph.command import command, make_parser, run_command
 from torchtitan_graph.config.load import add_option
 from torchtitan_graph.data.corpus import Corpus
 from torchtitan_graph.data.forms import RowFormat
 from torchtitan_graph.data.open_corpus import open_corpus
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.log import init_logging, logger
+from torchtitan_graph.log import logger
+from torchtitan_graph.patience import refuse_unwritable
+from torchtitan_graph.small_files import write_text
 
 FILES = ("tokenizer.json", "tokenizer_config.json")
 BOS, EOS = "<|bos|>", "<|eos|>"
@@ -45,7 +47,9 @@ def train_tokenizer(documents: Iterator[str], vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def main() -> None:
+@command
+def main(argv: Sequence[str]) -> int:
+    """Write the tokenizer. Return the exit code: 0 done, 2 something to change."""
     parser = make_parser(__doc__)
     parser.add_argument("--dataset", default="stdlib", help="corpus, as training.dataset; its training split is used")
     parser.add_argument("--dataset_path", help="as training.dataset_path")
@@ -56,38 +60,30 @@ def main() -> None:
     )
     parser.add_argument("--vocab_size", type=int, default=2048, help="tokens, with 256 bytes and 2 special ones")
     parser.add_argument("--out", type=Path, required=True, help="folder to write tokenizer.json and its config into")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     if options.vocab_size < 258:
         parser.error(f"--vocab_size {options.vocab_size}: 256 bytes and 2 special tokens need at least 258")
     if options.num_documents is not None and options.num_documents < 1:
         parser.error(f"--num_documents {options.num_documents}: must be at least 1")
-    init_logging()
-    try:
-        for name in FILES:
-            if (options.out / name).exists():
-                raise UserError(f"--out {options.out}: its {name} is there already; name a new folder, or delete it")
-        corpus = open_corpus(
-            options.dataset,
-            options.dataset_path,
-            "train",
-            seed=0,
-            reading=RowFormat(format="text", columns=options.columns, on_bad_row=options.on_bad_row),
-        )
-        _make(options.out)
-        tokenizer = train_tokenizer(itertools.islice(_texts(corpus), options.num_documents), options.vocab_size)
-        (options.out / FILES[0]).write_text(tokenizer.to_str(), encoding="utf-8")
+    for name in FILES:
+        if (options.out / name).exists():
+            raise UserError(f"--out {options.out}: its {name} is there already; name a new folder, or delete it")
+    corpus = open_corpus(
+        options.dataset,
+        options.dataset_path,
+        "train",
+        seed=0,
+        reading=RowFormat(format="text", columns=options.columns, on_bad_row=options.on_bad_row),
+    )
+    with refuse_unwritable(f"--out {options.out}:", options.out):
+        options.out.mkdir(parents=True, exist_ok=True)
+    tokenizer = train_tokenizer(itertools.islice(_texts(corpus), options.num_documents), options.vocab_size)
+    with refuse_unwritable(f"--out {options.out}:", options.out):
+        write_text(options.out / FILES[0], tokenizer.to_str())
         config = {"bos_token": BOS, "eos_token": EOS, "tokenizer_class": "PreTrainedTokenizerFast"}
-        (options.out / FILES[1]).write_text(json.dumps(config, indent=2) + "\n")
-    except (UserError, OSError) as error:
-        parser.exit(2, f"{error}\n")  # without the usage: the command was not wrong
+        write_text(options.out / FILES[1], json.dumps(config, indent=2) + "\n")
     logger.info("%s: %d tokens", options.out / FILES[0], tokenizer.get_vocab_size())
-
-
-def _make(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--out {folder}: can't be made: {error.strerror}") from error
+    return 0
 
 
 def _texts(corpus: Corpus) -> Iterator[str]:
@@ -98,4 +94,4 @@ def _texts(corpus: Corpus) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -6,6 +6,7 @@ name, so that no library has to be imported, or installed.
 
 import errno
 import re
+import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,6 +25,8 @@ _S3_CODES = {
     *("NoSuchUpload", _NO_BUCKET),
 }
 
+_NO_HOST = {getattr(socket, name) for name in ("EAI_NONAME", "EAI_NODATA") if hasattr(socket, name)}
+
 _HTTPX = "NetworkError ProxyError RemoteProtocolError TimeoutException"
 # Classes of errors by their packages; those derived from them count, too.
 _CLASSES = {
@@ -31,7 +34,7 @@ _CLASSES = {
     "asyncio": "IncompleteReadError TimeoutError",  # in Python 3.10 not the built-in TimeoutError
     "concurrent": "TimeoutError",
     "http": "IncompleteRead",
-    "socket": "gaierror",  # a name server that is away can't be told from a name that does not exist
+    "socket": "gaierror",  # also of a name that does not exist: a host that was reached may be unknown for a while
     "ssl": "SSLEOFError SSLZeroReturnError",
     "aiohttp": "ClientConnectionError ClientPayloadError",
     "azure": "IncompleteReadError ServiceRequestError ServiceResponseError",
@@ -73,6 +76,16 @@ def is_transient(error: BaseException) -> bool:
 def is_missing_bucket(error: BaseException) -> bool:
     """Return whether an object store has answered that it has no such bucket."""
     return any(_answer(each)[1] == _NO_BUCKET for each in causes(error))
+
+
+def is_unknown_host(error: BaseException) -> bool:
+    """Return whether a name server has answered that there is no host of such a name; not that it is away itself."""
+    each: BaseException | None = error
+    for _ in range(10):  # botocore's errors have no cause, and a circle of contexts would not end
+        if isinstance(each, socket.gaierror):
+            return each.errno in _NO_HOST
+        each = each and (each.__cause__ or each.__context__)
+    return False
 
 
 def is_lost_peer(error: BaseException) -> bool:
@@ -147,5 +160,7 @@ def _is_transient_alone(error: BaseException) -> bool:
         return True
     if type(error) is ConnectionError or _names(error) & _NAMES:  # not BrokenPipeError: a pipe's reader has ended
         return True
+    if "torchtitan_graph.UserError" in _names(error) and (error.__cause__ or error.__context__):
+        return False  # what it quotes has been looked at, or does not matter
     # Of another rank, or of a library that keeps the text alone.
     return any(int(number) in TRANSIENT for number in re.findall(r"\[Errno (\d+)\]", _text(error)))

@@ -1,13 +1,16 @@
 """How commands that print end, and what they say of words that they do not know."""
 
+import errno
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from torchtitan_graph.command import make_parser
+from torchtitan_graph.command import command, make_parser
+from torchtitan_graph.errors import UserError
 
 MANY = "print('x\\n' * 10**6) or 0"
 
@@ -39,6 +42,19 @@ def test_help_ends_without_a_traceback_too() -> None:
         process.stdout.close()
         assert process.stderr.read() == b""
     assert process.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(OSError(errno.EIO, "Input/output error"), 6), (UserError("--x: must be 1"), 2)]
+)
+def test_an_error_that_is_no_fault_is_one_line(error: Exception, code: int, capsys: pytest.CaptureFixture[str]) -> None:
+    @command
+    def main(argv: Sequence[str]) -> int:
+        raise error
+
+    assert main([]) == code
+    (line,) = capsys.readouterr().err.splitlines()
+    assert str(error) in line and ("storage is unavailable" in line) == (code == 6)
 
 
 @pytest.mark.parametrize(

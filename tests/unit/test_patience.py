@@ -2,6 +2,7 @@
 
 import errno
 import pickle
+import socket
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,14 @@ def test_but_not_for_ever(slept: list[float]) -> None:
     with pytest.raises(OSError, match="Stale"):
         retry_io(fails(10_000, STALE))
     assert sum(slept) == patience.WAIT_S and max(slept) == patience.EVERY_S
+
+
+def test_a_host_of_no_name_is_waited_for_only_once_it_was_reached(slept: list[float]) -> None:
+    with pytest.raises(socket.gaierror) as raised:
+        retry_io(fails(1, socket.gaierror(socket.EAI_NONAME, "Name or service not known")), is_new=True)
+    assert not slept and not is_transient(raised.value)
+    assert retry_io(fails(1, socket.gaierror(socket.EAI_NONAME, "Name or service not known"))) == "read"
+    assert retry_io(fails(1, socket.gaierror(socket.EAI_AGAIN, "Temporary failure")), is_new=True) == "read"
 
 
 def test_time_that_passed_before_the_first_failure_does_not_count(slept: list[float]) -> None:

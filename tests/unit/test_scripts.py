@@ -69,7 +69,8 @@ def test_a_second_run_of_the_same_command_overwrites_nothing(
         ("convert_to_hf.py", [out / "converted" / "step-0", out / "hf"], "hf is there already: name a new folder"),
     ]
     for name, arguments, words in commands:
-        run_script(name, *arguments, monkeypatch=monkeypatch)
+        with pytest.raises(SystemExit, match="^0$"):
+            run_script(name, *arguments, monkeypatch=monkeypatch)
         before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
         assert words in refusal(name, *arguments, monkeypatch=monkeypatch, capsys=capsys), name
         assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
@@ -89,7 +90,11 @@ def test_a_second_run_of_the_same_command_overwrites_nothing(
         ("pretokenize.py", ["--out", "out", "--num_workers", -1], "--num_workers -1: must be at least 0"),
         ("pretokenize.py", ["--out", "/dev/null/out", "--num_documents", 1], "/dev/null/out"),
         ("train_tokenizer.py", ["--out", "out", "--num_documents", 0], "--num_documents 0: must be at least 1"),
-        ("train_tokenizer.py", ["--out", "/dev/null", "--num_documents", 1], "--out /dev/null: can't be made"),
+        (
+            "train_tokenizer.py",
+            ["--out", "/dev/null", "--num_documents", 1],
+            "--out /dev/null: can't be written",
+        ),
         ("train_tokenizer.py", ["--dataset_path", "nowhere", "--out", "out"], "there is no such file or folder"),
         ("benchmark.py", ["--rows", 0], "--rows 0: must be at least 1"),
         ("benchmark.py", ["--dtypes", "float3"], "--dtypes float3: legal are float32, bfloat16"),

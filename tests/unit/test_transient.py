@@ -27,7 +27,7 @@ from yarl import URL
 from torchtitan_graph.checkpoint import SaveError
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.train import exit_code
-from torchtitan_graph.transient import causes, is_lost_peer, is_transient
+from torchtitan_graph.transient import causes, is_lost_peer, is_transient, is_unknown_host
 
 
 def of_s3(status: int, code: str) -> of_botocore.ClientError:
@@ -130,12 +130,37 @@ TELL = [
     requests.exceptions.SSLError("[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed"),
     httpx.UnsupportedProtocol("ftp"),
     UserError("model.name = 'x'"),
+    caused(UserError(f"no number: {REFUSED}"), ValueError("x")),  # it quotes words, which decide nothing
 ]
 
 
 @pytest.mark.parametrize("error", WAIT, ids=repr)
 def test_an_error_that_waiting_may_end(error: Exception) -> None:
     assert is_transient(error)
+
+
+def unknown(code: int) -> Exception:
+    """Return the error of botocore, which names no cause, for a name server's answer."""
+    error = of_botocore.EndpointConnectionError(endpoint_url="http://store")
+    error.__context__ = aiohttp.ClientConnectorDNSError(None, socket.gaierror(code, "a name"))  # type: ignore[arg-type]
+    error.__context__.__cause__ = socket.gaierror(code, "a name")
+    return error
+
+
+def test_a_host_that_does_not_exist_is_told_from_a_name_server_that_is_away() -> None:
+    assert is_unknown_host(unknown(socket.EAI_NONAME)) and not is_unknown_host(unknown(socket.EAI_AGAIN))
+    assert is_transient(unknown(socket.EAI_NONAME)), "a host that was reached may be unknown for a while"
+    assert not is_unknown_host(REFUSED)
+
+
+def test_a_mistake_is_one_also_where_it_quotes_the_error_before_it() -> None:
+    try:
+        try:
+            raise REFUSED
+        except OSError as error:
+            raise UserError(f"--x: {error}") from None
+    except UserError as error:
+        assert not is_transient(error) and exit_code(error) == 2
 
 
 @pytest.mark.parametrize("error", TELL, ids=lambda error: type(error).__name__)

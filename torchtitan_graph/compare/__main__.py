@@ -8,11 +8,10 @@ with. Runs may be in progress.
 from collections.abc import Sequence
 from pathlib import Path
 
-from torchtitan_graph.command import command, make_parser, run_command
+from torchtitan_graph.command import check_result, command, make_parser, run_command, write_result
 from torchtitan_graph.compare.picture import picture
 from torchtitan_graph.compare.report import report
 from torchtitan_graph.compare.runs import read_runs
-from torchtitan_graph.run.files import check_result, write_result
 
 
 @command

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from torchtitan_graph.command import command, make_parser, run_command
+from torchtitan_graph.command import check_result, command, make_parser, run_command, write_result
 from torchtitan_graph.config import check_data, job
 from torchtitan_graph.config.load import load, read_beside
 from torchtitan_graph.data.batch import IGNORE_INDEX
@@ -101,8 +101,8 @@ def summary(rows: list[list[Document]], room: int, data: DataLoader, training: j
     return [*lines, *left_out]
 
 
-def write_html(file: Path, rows: list[list[Document]], lines: list[str], tokenizer: Tokenizer) -> None:
-    """Write rows and their counts as one page, without anything from elsewhere."""
+def page(rows: list[list[Document]], lines: list[str], tokenizer: Tokenizer) -> str:
+    """Return rows and their counts as one page, without anything from elsewhere."""
     parts = [f"<!doctype html><meta charset=utf-8><title>Training data</title><style>{_STYLE}</style><h1>Rows</h1>"]
     parts += [f"<p>What is learned is <mark>marked</mark>.<ul>{''.join(f'<li>{html.escape(x)}' for x in lines)}</ul>"]
     for number, row in enumerate(rows, 1):
@@ -113,7 +113,7 @@ def write_html(file: Path, rows: list[list[Document]], lines: list[str], tokeniz
                 for text, learned in runs_of(document, tokenizer)
             )
             parts.append(f"<pre>{''.join(runs)}</pre>")
-    file.write_text("\n".join(parts), encoding="utf-8")
+    return "\n".join(parts)
 
 
 def show(rows: list[list[Document]], tokenizer: Tokenizer, in_colour: bool) -> Iterator[str]:
@@ -143,6 +143,8 @@ def main(argv: Sequence[str]) -> int:
     words = list(argv)
     file = ["--job.config_file", words.pop(0)] if words and not words[0].startswith("-") else []
     options, others = read_beside(parser, words)
+    if options.html is not None:
+        check_result("--html", options.html)
     config = load([*file, *others])
     check_data(config)
     if options.bench is not None:
@@ -161,7 +163,7 @@ def main(argv: Sequence[str]) -> int:
     rows, room = read_rows(data, most)
     lines = summary(rows, room, data, config.training)
     if options.html:
-        write_html(options.html, rows[: options.rows], lines, tokenizer)
+        write_result("--html", options.html, page(rows[: options.rows], lines, tokenizer))
         logger.info(f"wrote {options.html}")
     else:
         in_colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ

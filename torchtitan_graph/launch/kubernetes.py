@@ -12,14 +12,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from torchtitan_graph.command import make_parser
+from torchtitan_graph.command import check_result, make_parser, write_result
 from torchtitan_graph.config import JobConfig, check, check_beginning, load
 from torchtitan_graph.config.dump import dump_changes
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
 from torchtitan_graph.nearest import did_you_mean
 from torchtitan_graph.run.failure import FINAL
-from torchtitan_graph.run.files import check_result, write_result
 
 KINDS = ("jobset", "trainjob")
 NODE = "node"  # the name of the replicated job and of its container; Kubeflow Trainer expects both

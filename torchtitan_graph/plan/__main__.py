@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torchtitan_graph.blueprint import Blueprint
-from torchtitan_graph.command import command, make_parser, run_command
+from torchtitan_graph.command import check_result, command, make_parser, run_command, write_result
 from torchtitan_graph.config import JobConfig, check, read_beside
 from torchtitan_graph.config.job import FaultTolerance
 from torchtitan_graph.device import host_peak_memory_gib
@@ -30,7 +30,6 @@ from torchtitan_graph.plan.ranks import CPU, build, configuration, ranks_of_grou
 from torchtitan_graph.plan.report import as_data, lines
 from torchtitan_graph.plan.simulate import JobForecast, Prices, by_rates, simulate
 from torchtitan_graph.rates import RATES, Rates, find_rates
-from torchtitan_graph.run.files import check_result, write_result
 from torchtitan_graph.steps import num_replicas
 
 _HEADROOM, _MOST_HEADROOM = 10, 90  # percent

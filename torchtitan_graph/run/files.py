@@ -1,4 +1,4 @@
-"""JSON records of a run, which others read while it writes them, and the result files of commands."""
+"""JSON records of a run, which others read while it writes them."""
 
 import json
 import os
@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
 from torchtitan_graph.patience import FULL
 from torchtitan_graph.small_files import BadFile, read_json, write_text
@@ -29,30 +28,6 @@ def write_json(path: Path, content: Mapping[str, Any], check: Callable[[], None]
             file.truncate()
             file.flush()
             os.fsync(file.fileno())
-
-
-def check_result(option: str, path: Path) -> None:
-    """Check that a result file can be written, before the work that fills it; raise a UserError naming the option."""
-    if path.is_dir():
-        raise UserError(f"{option} {path}: is a folder; name a file")
-    if not path.parent.is_dir():
-        raise UserError(f"{option} {path}: there is no folder {path.parent}; name a file in one that is there")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise UserError(f"{option} {path}: can't be written; name a file in a folder that you may write to")
-
-
-def write_result(option: str, path: Path, content: str) -> None:
-    """Write a command's result file like `write_text`; one that is not a regular file, such as /dev/stdout, in place.
-
-    Raises a UserError with the option and the reason if it can't be written; nothing of it is left.
-    """
-    try:
-        if path.exists() and not path.is_file():
-            path.write_text(content, encoding="utf-8")
-        else:
-            write_text(path, content)
-    except OSError as error:
-        raise UserError(f"{option} {path}: can't be written: {error.strerror or error}") from error
 
 
 def read_record(path: Path, schema: type[T]) -> T | None:

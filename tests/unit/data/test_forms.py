@@ -271,13 +271,12 @@ def test_conversations_resume_at_any_number_of_ranks(reading, tmp_path, dp_degre
     assert after.counts == one.counts and any(one.counts)  # some conversations are longer than a row
 
 
-def test_shards_of_conversations_give_the_same_rows(reading, tmp_path, monkeypatch):
+def test_shards_of_conversations_give_the_same_rows(reading, tmp_path):
     draw = random.Random(0)
     (tmp_path / "chat.jsonl").write_text("\n".join(json.dumps({"messages": conversation(draw)}) for _ in range(40)))
     words = ["--dataset_path", str(tmp_path / "chat.jsonl"), "--hf_assets_path", str(reading.tokenizer.folder)]
     words += ["--chat_template", reading.chat_template, "--out", str(tmp_path / "shards"), "--tokens_per_shard", "500"]
-    monkeypatch.setattr(sys, "argv", ["pretokenize.py", *words])
-    pretokenize.main()
+    assert pretokenize.main(words) == 0
 
     def rows(path):
         data = build_dataloader(

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from torchtitan_graph.command import check_result, write_result
 from torchtitan_graph.errors import UserError
-from torchtitan_graph.run.files import check_result, write_result
 from torchtitan_graph.small_files import write_text
 
 

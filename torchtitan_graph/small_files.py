@@ -8,12 +8,13 @@ lists), or raise an error of another type than `BadFile`.
 import contextlib
 import functools
 import json
+import math
 import os
 import re
 import stat
 import sys
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, TypeVar
 
@@ -34,6 +35,7 @@ ANY_SIZE = 2**63 - 1  # for files that are read piece by piece
 MAX_TOML = 2**20  # bytes; more than a person writes
 MAX_VALUES = 4_000_000  # of Python objects in one JSON text: about 400 MB at most
 MAX_DEPTH = 100
+NOT_FINITE = "not_finite"  # the key of a record's numbers that JSON has no word for, as text, by their places
 MAX_DIGITS = 300  # of the longest float, written out
 
 
@@ -157,6 +159,25 @@ def check_values(content: bytes, where: Path | str, max_values: int = MAX_VALUES
 
 def _count_values(content: bytes) -> int:
     return sum(content.count(mark) for mark in (b",", b"[", b"{", b":"))  # a value follows one, or begins the text
+
+
+def to_json(record: Mapping[str, Any], indent: int | None = None) -> str:
+    """Return an object as JSON. A number that is not finite becomes null, and its text is under NOT_FINITE."""
+    note: dict[str, str] = {}
+    finite = _with_null(record, "", note)
+    return json.dumps(finite | {NOT_FINITE: note} if note else finite, indent=indent, allow_nan=False)
+
+
+def _with_null(value: Any, place: str, note: dict[str, str]) -> Any:
+    """Return a value with None for each float that is not finite, and write these into `note`, by their places."""
+    if isinstance(value, float) and not math.isfinite(value):
+        note[place] = str(value)
+        return None
+    if isinstance(value, Mapping):
+        return {key: _with_null(x, f"{place}.{key}" if place else str(key), note) for key, x in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_with_null(x, f"{place}[{number}]", note) for number, x in enumerate(value)]
+    return value
 
 
 def read_toml(path: Path) -> dict[str, Any]:

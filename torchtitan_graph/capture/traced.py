@@ -138,6 +138,12 @@ def run_traced(
     return run
 
 
+def check_call(traced: TracedResult, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Raise a UserError for a call's arguments that differ in shape, dtype or constants from those traced."""
+    slots = tuple(slot for slot in signature_of(traced.gm).inputs if slot.kind == "input")
+    _flat_inputs(traced, slots, _example_inputs(traced.gm), args, kwargs)
+
+
 def _expect_state_as_traced(traced: TracedResult, module: nn.Module | None, optimizer: Optimizer | None) -> None:
     with_module = any(slot.kind in ("param", "buffer") for slot in signature_of(traced.gm).inputs)
     if module is None and with_module:

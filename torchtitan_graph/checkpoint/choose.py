@@ -90,14 +90,26 @@ def is_new_run(folder: Path, config: job.Checkpoint) -> bool:
 def check_choice(folder: Path, config: job.Checkpoint, num_steps: int) -> None:
     """Check that load_step or initial_load_path can be loaded, by names and small files, before all else.
 
-    Nothing is changed. Remote addresses are checked later. Raises UserError as `choose_undamaged`.
+    Nothing is changed. Rank 0 alone looks at addresses; a load_step there is checked later. Raises UserError as
+    `choose_undamaged`.
     """
     unfinished = step_folder(folder, config.load_step).with_suffix(".tmp")
     if config.load_step >= 0 and config.remote_folder is None and not os.path.exists(unfinished):
         problems: dict[str, str] = {}
         _check_load_step(folder, config.load_step, _own_steps(folder, problems), problems, num_steps)
-    elif is_new_run(folder, config) and "://" not in (config.initial_load_path or ""):
+        return
+    if config.initial_load_path is None or (config.enable and any(folder.glob("step-*"))):
+        return
+    is_local = is_new_run(folder, config) and "://" not in config.initial_load_path
+    if is_local or (os.environ.get("RANK", "0") == "0" and not _has_copies(config)):
         _choose_initial(folder, config, {})
+
+
+def _has_copies(config: job.Checkpoint) -> bool:
+    if not config.enable or config.remote_folder is None:
+        return False
+    with using("remote_folder", config.remote_folder):
+        return bool(Remote(config.remote_folder, is_new=True).list_folders())
 
 
 def find_likely(folder: Path, config: job.Checkpoint, num_steps: int, patience: int = 0) -> Path | None:

@@ -7,7 +7,6 @@ torchrun also those of its layout, such as --parallelism.tensor_parallel_degree 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -27,6 +26,7 @@ from torchtitan_graph.evaluate.model import Evaluated, open_model
 from torchtitan_graph.evaluate.requests import Scorer
 from torchtitan_graph.evaluate.source import name_sets, named_path, names_a_corpus, open_source
 from torchtitan_graph.parallel.join import meet
+from torchtitan_graph.small_files import to_json
 
 
 @command
@@ -87,7 +87,7 @@ def main(argv: Sequence[str]) -> int:
         if has_requests:
             results |= _by_requests(evaluated, questions, tasks, chats)
         if dist.get_rank() == 0:
-            print(json.dumps(results) if options.json else "\n\n".join(_tables(results)), flush=True)
+            print(to_json(results) if options.json else "\n\n".join(_tables(results)), flush=True)
         meet()
     finally:
         if dist.is_initialized():

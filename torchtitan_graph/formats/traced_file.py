@@ -14,7 +14,7 @@ from typing import Any, TypedDict
 import torch
 
 from torchtitan_graph.capture.calls import TRACE, expect
-from torchtitan_graph.capture.traced import TracedResult
+from torchtitan_graph.capture.traced import TracedResult, check_call
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.formats.as_data import NotStored, traced_from_data, traced_to_data
 from torchtitan_graph.patience import refuse_unwritable
@@ -76,7 +76,8 @@ def load_traced(path: Path | str, *args: Any, **kwargs: Any) -> TracedResult:
     """Return a traced function that `save_traced` wrote.
 
     Args:
-        args, kwargs: arguments as in a call: tensors of any numbers; what is no tensor as it was traced.
+        args, kwargs: arguments as in a call: tensors of the shapes and dtypes that it was traced for, of any numbers;
+            what is no tensor as it was traced.
 
     Raises:
         UserError: there is no such file, it was not written by `save_traced`, or its function takes other arguments.
@@ -106,6 +107,10 @@ def load_traced(path: Path | str, *args: Any, **kwargs: Any) -> TracedResult:
     constants = {traced.names[i]: x for i, x in traced.constants.items()}
     if repr(constants) != repr(content["constants"]):
         raise UserError(f"{begin}: was traced with {content['constants']}, not {constants}: constants of the graph")
+    try:
+        check_call(traced, args, kwargs)
+    except UserError as error:
+        raise UserError(f"{begin}: {error}") from error
     return dataclasses.replace(traced, options=options, autocast=autocast, classes=content["classes"])
 
 

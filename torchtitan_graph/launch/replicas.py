@@ -22,8 +22,9 @@ from torchtitan_graph.config.job import replica_folder
 from torchtitan_graph.launch.output import Output
 from torchtitan_graph.log import logger
 from torchtitan_graph.parallel.join import LOOPBACK
+from torchtitan_graph.patience import refuse_unwritable
 from torchtitan_graph.run.failure import FAULT, FINAL
-from torchtitan_graph.run.status import FINISHED, read_status
+from torchtitan_graph.run.status import FINISHED, Written, read_status
 
 OUTPUT = "output.log"
 MOST_FRUITLESS = 3  # starts of a group in a row that did no step
@@ -56,14 +57,13 @@ class Group(_Child):
 
     def __init__(self, number: int, config: JobConfig, options: Sequence[str], env: dict[str, str]) -> None:
         self.folder = replica_folder(config, number)
-        self.folder.mkdir(parents=True, exist_ok=True)
         self.fruitless, self.reached = 0, 0
         words = [sys.executable, "-m", "torchtitan_graph.launch", *options, f"--fault_tolerance.replica={number}"]
         super().__init__(f"replica {number}", words, env, self.folder / OUTPUT, shown=number == 0)
 
     def is_fruitless(self) -> bool:
         """Return whether too many starts in a row did no step."""
-        status = read_status(self.folder)
+        status = _read_status(self.folder)
         step = status["step"] if status else 0
         self.fruitless, self.reached = (0 if step > self.reached else self.fruitless + 1), max(step, self.reached)
         return self.fruitless >= MOST_FRUITLESS
@@ -76,6 +76,11 @@ def run(config: JobConfig, options: Sequence[str], num_ranks: int) -> int:
     check_here(config.fault_tolerance)
     table = config.fault_tolerance
     gpus = share_gpus(table.replicas, num_ranks)
+    for number in range(table.replicas):
+        folder = replica_folder(config, number)
+        with refuse_unwritable(f"job.dump_folder = {config.job.dump_folder!r}", folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / OUTPUT).open("ab").close()
     lighthouse = f"http://{LOOPBACK}:{_free_port()}"
     options = [*options, f"--fault_tolerance.lighthouse={lighthouse}"]
     env = {**os.environ, "NGPU": str(num_ranks), stop.PARENT: str(os.getpid())}
@@ -107,7 +112,7 @@ def find_unsaved(config: JobConfig) -> str | None:
     if not saves or config.fault_tolerance.semi_sync_method is not None:  # then each group saves its own
         return None
     folders = (replica_folder(config, number) for number in range(config.fault_tolerance.replicas))
-    done = max((status["step"] for status in map(read_status, folders) if status), default=0)
+    done = max((status["step"] for status in map(_read_status, folders) if status), default=0)
     saved = max(list_steps(checkpoint_folder(config)), default=0)
     if saved >= done:
         return None
@@ -153,8 +158,18 @@ def _watch(server: _Child, groups: list[Group], signals: list[int]) -> int:
     return next((code for code in codes if code), FAULT)
 
 
+def _read_status(folder: Path) -> Written | None:
+    """Return the status of the run in a folder, None where there is none; also where a file server is away, with a
+    warning: the groups wait for it, or end by themselves."""
+    try:
+        return read_status(folder)
+    except OSError as error:
+        logger.warning(f"the status of {folder.name} can't be read: {error}")
+        return None
+
+
 def _has_finished(group: Group) -> bool:
-    status = read_status(group.folder)
+    status = _read_status(group.folder)
     return status is not None and status["state"] == FINISHED
 
 

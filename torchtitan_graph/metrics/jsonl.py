@@ -1,8 +1,6 @@
 """metrics.jsonl: a JSON object per line, each with the step it belongs to."""
 
 import itertools
-import json
-import math
 import os
 import shutil
 import sys
@@ -12,12 +10,11 @@ from typing import Any, BinaryIO, TypedDict
 
 from torchtitan_graph.log import logger
 from torchtitan_graph.patience import refuse_unwritable
-from torchtitan_graph.small_files import ANY_SIZE, BadFile, check_type, open_small, parse_json
+from torchtitan_graph.small_files import ANY_SIZE, NOT_FINITE, BadFile, check_type, open_small, parse_json, to_json
 
 BLOCK = 2**20
 _NUMBERS = ("nan", "inf", "-inf")
 MAX_LINE, MAX_MOVED = 2**24, 2**30  # bytes
-NOT_FINITE = "not_finite"  # the key of a record's numbers that JSON has no word for, as text, by their places
 
 
 class Line(TypedDict):
@@ -27,11 +24,8 @@ class Line(TypedDict):
 
 
 def append(path: Path, record: dict[str, Any]) -> None:
-    """Append one line, floats with all their digits; if it can't be written whole, nothing is added. A number that is
-    not finite becomes null, and the record has its text under NOT_FINITE."""
-    note: dict[str, str] = {}
-    record = _as_json(record, "", note)
-    line = (json.dumps(record | {NOT_FINITE: note} if note else record, allow_nan=False) + "\n").encode()
+    """Append one line, floats with all their digits, by `to_json`; if it can't be written whole, nothing is added."""
+    line = (to_json(record) + "\n").encode()
     with open(path, "ab", buffering=0, opener=_open_at_once) as file:
         size = file.tell()
         try:
@@ -40,18 +34,6 @@ def append(path: Path, record: dict[str, Any]) -> None:
         except OSError:
             file.truncate(size)
             raise
-
-
-def _as_json(value: Any, place: str, note: dict[str, str]) -> Any:
-    """Return a value with None for each float that is not finite, and write these into `note`, by their places."""
-    if isinstance(value, float) and not math.isfinite(value):
-        note[place] = str(value)
-        return None
-    if isinstance(value, dict):
-        return {key: _as_json(x, f"{place}.{key}" if place else key, note) for key, x in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_as_json(x, f"{place}[{number}]", note) for number, x in enumerate(value)]
-    return value
 
 
 def _open_at_once(path: str, flags: int) -> int:

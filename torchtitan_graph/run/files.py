@@ -1,6 +1,5 @@
 """JSON records of a run, which others read while it writes them."""
 
-import json
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -8,15 +7,16 @@ from typing import Any, TypeVar
 
 from torchtitan_graph.log import logger
 from torchtitan_graph.patience import FULL
-from torchtitan_graph.small_files import BadFile, read_json, write_text
+from torchtitan_graph.small_files import BadFile, read_json, to_json, write_text
 from torchtitan_graph.transient import is_transient
 
 T = TypeVar("T")
 
 
 def write_json(path: Path, content: Mapping[str, Any], check: Callable[[], None] = lambda: None) -> None:
-    """Write an object as JSON like `write_text`; where the disk has no room for a second file, overwrite the first."""
-    text = json.dumps(content, indent=1) + "\n"
+    """Write `to_json` of an object like `write_text`; where the disk has no room for a second file, overwrite the
+    first."""
+    text = to_json(content, indent=1) + "\n"
     try:
         write_text(path, text, check)
     except OSError as error:

@@ -158,7 +158,7 @@ class RunFolder:
         table = config.fault_tolerance
         others = [replica_folder(config, number) for number in range(table.replicas) if number != table.replica]
         most_s = float(table.join_timeout_seconds)
-        on_rank_0(lambda: self._wait_for_replicas(others, most_s, num_steps), files_group())
+        on_rank_0(lambda: retry_io(lambda: self._wait_for_replicas(others, most_s, num_steps)), files_group())
 
     def _wait_for_replicas(self, others: Sequence[Path], most_s: float, steps: int) -> None:
         assert self.status is not None, "rank 0 has it"

@@ -93,7 +93,8 @@ class Lock:
         try:
             self.beat()
         except OSError:  # a file system that takes no heartbeat
-            self.path.unlink()
+            with contextlib.suppress(OSError):
+                self.path.unlink()
             raise
         self._clean_up()
 
@@ -125,7 +126,11 @@ class Lock:
     def release(self) -> None:
         """Remove the lock, unless it is lost."""
         if not self.why_lost() and self._is_mine():
-            self.path.unlink()
+            try:
+                self.path.unlink()
+            except OSError:  # a file server has removed it, and its answer was lost
+                if os.path.lexists(self.path):
+                    raise
 
     def _is_mine(self) -> bool:
         with contextlib.suppress(FileNotFoundError, BadFile):
@@ -142,13 +147,20 @@ class Lock:
                 file.flush()
                 os.fsync(file.fileno())
             os.link(self._tmp, self.path)
-        except FileExistsError:
-            return self._tmp.stat().st_nlink == 2  # a file server has linked it, and its answer was lost
-        except OSError:  # not every file system has links; another cause fails again there
-            return self._create_without_link()
+        except OSError as error:  # not every file system has links; another cause fails again there
+            if not self._is_linked():
+                return False if isinstance(error, FileExistsError) else self._create_without_link()
         finally:
-            self._tmp.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # the lock is there, or is not, whatever becomes of this
+                self._tmp.unlink()
         return True
+
+    def _is_linked(self) -> bool:
+        """Return whether a file server has linked the lock, though its answer was lost."""
+        try:
+            return self._tmp.stat().st_nlink == 2
+        except OSError:
+            return False
 
     def _create_without_link(self) -> bool:
         try:

@@ -15,7 +15,7 @@ from torch import nn
 
 from pool import run_on
 from torchtitan_graph import patience
-from torchtitan_graph.checkpoint import Checkpointer, SaveError
+from torchtitan_graph.checkpoint import Checkpointer, SaveError, check_choice
 from torchtitan_graph.checkpoint import remote as remotes
 from torchtitan_graph.checkpoint.checkpointer import tensors_of
 from torchtitan_graph.checkpoint.folder import MANIFEST, TRAIN_STATE
@@ -206,6 +206,21 @@ def test_no_checkpoint_at_an_address_to_begin_with(tmp_path: Path, memory: Memor
     damage(memory, "step-2", DATA)
     with pytest.raises(UserError, match=r"initial_load_path = '.*step-2' is not a checkpoint: .*distcp is damaged"):
         load(tmp_path / "b", **INITIAL)
+
+
+def test_what_a_run_begins_with_is_looked_for_before_the_run_is_built(
+    tmp_path: Path, memory: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_address = job.Checkpoint(enable=True, initial_load_path=f"{ADDRESS}/step-3")
+    with_copies = job.Checkpoint(enable=True, remote_folder=ADDRESS, initial_load_path="nowhere")
+    for config, said in ((at_address, "step-3' is not a checkpoint"), (with_copies, "there is no such folder")):
+        with pytest.raises(UserError, match=f"initial_load_path = .*{said}"):
+            check_choice(tmp_path / "b", config, num_steps=5)
+    monkeypatch.setenv("RANK", "1")  # rank 0 looks
+    check_choice(tmp_path / "b", with_copies, num_steps=5)
+    monkeypatch.setenv("RANK", "0")
+    save(tmp_path / "a", 2)
+    check_choice(tmp_path / "b", with_copies, num_steps=5)  # it goes on from the copies
 
 
 # Torn and damaged

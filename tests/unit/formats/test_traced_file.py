@@ -167,3 +167,10 @@ def test_a_forged_file_is_refused(number: int, tmp_path: Path) -> None:
     path.write_text(json.dumps(content))
     with pytest.raises(UserError, match="load_traced: .*step.json: (is no file of|not what was|was traced for)"):
         load_traced(path, {"x": X}, scale=2.0)
+
+
+def test_arguments_of_another_shape_or_dtype_are_refused_where_the_file_is_read(tmp_path: Path) -> None:
+    save_traced(minimal_fx_tracer(lambda x: x.sum(0))(torch.ones(2, 3)), tmp_path / "f.json")
+    for other, said in ((torch.ones(4, 3), r"\[4, 3\]"), (torch.ones(2, 3).double(), "torch.float64")):
+        with pytest.raises(UserError, match=rf"load_traced: .*f.json: x has shape .*{said}.*, traced with \[2, 3\]"):
+            load_traced(tmp_path / "f.json", other)

@@ -1,5 +1,6 @@
 """What the launcher of all replica groups says at the beginning and at the end."""
 
+import errno
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,31 @@ def test_a_group_is_given_up_after_starts_that_got_no_further_than_it_was(tmp_pa
         status.write()
         found.append(group.is_fruitless())
     assert found == [False, False, False, True] and group.reached == 5
+
+
+def test_a_status_that_can_not_be_read_for_a_while_ends_no_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    Status(tmp_path, total_steps=7)
+    group = Group.__new__(Group)  # no launcher is started
+    group.folder, group.fruitless, group.reached = tmp_path, 0, 0
+
+    def away(*_: object, **__: object) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr("torchtitan_graph.small_files.os.open", away)
+    assert not group.is_fruitless() and not replicas._has_finished(group)
+    assert "can't be read: [Errno 5]" in caplog.text
+
+
+def test_a_folder_that_can_not_be_written_is_refused_before_any_group_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(replicas.subprocess, "Popen", lambda *_, **__: pytest.fail("it was started"))
+    (tmp_path / "replica_1").touch()
+    assert launcher.main(["--job.dump_folder", str(tmp_path), "--fault_tolerance.enable"]) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "ERROR" in line]
+    assert "job.dump_folder = " in line and "replica_1 is there, and is not a folder" in line
 
 
 def test_a_run_whose_last_step_nobody_saved_is_no_success(tmp_path: Path) -> None:

@@ -335,6 +335,25 @@ def test_a_link_whose_answer_was_lost_is_one(tmp_path: Path, monkeypatch: pytest
     Lock(tmp_path, wait=lambda seconds: True).check()
 
 
+@pytest.mark.parametrize("name", ["link", "unlink"])
+def test_a_lock_is_taken_and_released_though_answers_are_lost(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file server has done it, and the client reports an error."""
+    done = getattr(os, name)
+
+    def lose(*paths: Path, **others: object) -> None:
+        done(*paths, **others)
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, name, lose)
+    lock = Lock(tmp_path, wait=lambda seconds: pytest.fail("it waits for itself"))
+    assert lock.beat()
+    lock.check()
+    lock.release()
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_full_disk_leaves_no_empty_lock(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", "64k") as disk:
         fill(disk)

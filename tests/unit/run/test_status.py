@@ -1,6 +1,7 @@
 """The status says how a run is, and accounts for all of its time, over its restarts."""
 
 import json
+import math
 import os
 import time
 from collections.abc import Callable
@@ -198,3 +199,11 @@ def test_a_dry_run_of_a_run_is_for_the_device_that_it_was_on(tmp_path: Path) -> 
     Status(tmp_path, total_steps=2)
     assert load_dry(words).comm.fake_device == "CPU"
     assert load_dry([*words, "--comm.fake_device", "A100"]).comm.fake_device == "A100"
+
+
+def test_a_loss_that_is_no_number_is_written_as_json_has_it(tmp_path: Path) -> None:
+    status = Status(tmp_path, total_steps=3)
+    status.done(1, math.nan)
+    status.write()
+    found = json.loads((tmp_path / "status.json").read_text(), parse_constant=pytest.fail)
+    assert found["loss"] is None and found["not_finite"] == {"loss": "nan"}

@@ -18,6 +18,7 @@ from torchtitan_graph.capture.traced import TracedResult
 from torchtitan_graph.config import DRY, JobConfig, check, load, ranks_asked_for
 from torchtitan_graph.config.check import MOST_RANKS
 from torchtitan_graph.config.job import OPTIONS
+from torchtitan_graph.config.resolve import COMMAND_LINE
 from torchtitan_graph.device import Target
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.forecast import Forecast, forecast
@@ -109,9 +110,9 @@ def load_dry(words: Sequence[str]) -> JobConfig:
     config = load([*words, *DRY])
     folder = Path(config.job.config_file or "")
     device = device_of(folder) if config.job.config_file and folder.is_dir() else None
-    if device is None or any(word.replace("-", "_").startswith("__comm.fake_device") for word in words):
-        return config
-    return load([*words, "--comm.fake_device", device, *DRY])
+    if device is not None and config.sources.get("comm.fake_device") != COMMAND_LINE:
+        config.comm.fake_device, config.sources["comm.fake_device"] = device, str(folder)
+    return config
 
 
 def configuration(words: Sequence[str], num_ranks: int) -> JobConfig:

@@ -166,7 +166,7 @@ class RunFolder:
         with self.status.during(WAITING):
             self.status.write()  # the others look for it
             while not stop.received() and not self.has_lost() and (now := time.monotonic()) < begin + most_s:
-                doing = [activity_of(path) for path in others]
+                doing = [activity_of(path, self.path) for path in others]
                 if all(each == WAITING for each in doing) or {*doing} - {None, STARTUP, WAITING}:
                     break
                 if any(_has_finished(other, steps) for other in others):

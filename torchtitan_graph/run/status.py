@@ -49,15 +49,16 @@ class Activity(TypedDict):
 
     state: str
     activity: str
-    time: Seconds
 
 
-def activity_of(folder: Path) -> str | None:
-    """Return what a run in a folder does, one of TIMES; None if it is not alive."""
+def activity_of(folder: Path, mine: Path) -> str | None:
+    """Return what a run in a folder does, one of TIMES; None if it is not alive: its status was last written three
+    heartbeats before that in `mine`, by the clock of the file server, for those of machines may be hours apart."""
     status = read_record(folder / NAME, Activity)
-    if status is None or status["state"] != RUNNING or time.time() - status["time"] > 3 * HEARTBEAT_S:
+    if status is None or status["state"] != RUNNING:
         return None
-    return status["activity"]
+    age = (mine / NAME).stat().st_mtime - (folder / NAME).stat().st_mtime
+    return None if age > 3 * HEARTBEAT_S else status["activity"]
 
 
 def device_of(folder: Path) -> str | None:

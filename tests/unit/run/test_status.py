@@ -104,12 +104,16 @@ def test_what_a_person_looks_for_is_there(tmp_path: Path, monkeypatch: pytest.Mo
     assert written(tmp_path)["time_left"] is None
 
 
-def test_a_run_whose_heart_has_missed_three_beats_does_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    Status(tmp_path, total_steps=1)
-    at = written(tmp_path)["time"]
-    for age, found in ((29, "startup"), (31, None)):
-        monkeypatch.setattr(time, "time", lambda age=age: at + age)
-        assert activity_of(tmp_path) == found
+def test_a_run_whose_heart_has_missed_three_beats_does_nothing(tmp_path: Path) -> None:
+    """By the clock of the file server, whatever the time that it writes."""
+    for name in ("mine", "other"):
+        (tmp_path / name).mkdir()
+        Status(tmp_path / name, total_steps=1)
+    now = (tmp_path / "mine" / "status.json").stat().st_mtime
+    for age, found in ((29, "startup"), (31, None), (-1000, "startup")):
+        os.utime(tmp_path / "other" / "status.json", (now - age, now - age))
+        assert activity_of(tmp_path / "other", tmp_path / "mine") == found
+    assert activity_of(tmp_path / "none", tmp_path / "mine") is None
 
 
 def test_no_more_is_lost_than_was_useful(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

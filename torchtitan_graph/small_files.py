@@ -203,12 +203,17 @@ def parse_toml(text: str, where: Path | str) -> dict[str, Any]:
 
 
 def write_text(path: Path, content: str, check: Callable[[], None] = lambda: None) -> None:
+    """Replace a file's content like `write_bytes`, in UTF-8."""
+    write_bytes(path, content.encode(), check)
+
+
+def write_bytes(path: Path, content: bytes, check: Callable[[], None] = lambda: None) -> None:
     """Replace a file's content atomically: a reader, or a kill at any moment, finds old or new, an error old. `check`
     is called once the new content is on disk, and may raise to keep the old one."""
     tmp = path.with_name(f"{path.name}.tmp")
     try:
         tmp.unlink(missing_ok=True)  # a FIFO of that name would block
-        with tmp.open("w", encoding="utf-8") as file:
+        with tmp.open("wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())

@@ -15,7 +15,6 @@ import gzip
 import hashlib
 import itertools
 import json
-import os
 import re
 import time
 from collections.abc import Iterator, Mapping
@@ -34,7 +33,7 @@ from torchtitan_graph.parallel.layout import PP, TP, Layout, ParallelDims
 from torchtitan_graph.parallel.storage import Storage
 from torchtitan_graph.passes.tag_budget import Curve, Point
 from torchtitan_graph.patience import why_unwritable
-from torchtitan_graph.small_files import gunzip, parse_json, read_json, read_small
+from torchtitan_graph.small_files import gunzip, parse_json, read_json, read_small, write_bytes
 from torchtitan_graph.transient import is_transient
 
 # Ranks with equal places on these axes have equal graphs: tests/numerics/test_precompiled.py traces all of them. A
@@ -127,19 +126,19 @@ class Writer:
             if (folder / INDEX).exists() and not any(map(_holds_graphs, folder.iterdir())):
                 raise UserError(f"{begin}: its {INDEX} is not of graphs, and would be lost; name another folder")
             (folder / INDEX).unlink(missing_ok=True)
-            (folder / f"{INDEX}.part").touch()
+            (folder / f"{INDEX}.tmp").touch()
         except OSError as error:
             why = why_unwritable(folder, error) if error.filename == str(folder) else error
             raise UserError(f"{begin}: can't be written: {why}; name another folder") from error
 
     def add(self, place: tuple[int, ...], steps: bytes) -> None:
         digest = hashlib.sha256(steps).hexdigest()
-        _write(self.folder / f"{digest}.json.gz", gzip.compress(steps, compresslevel=6, mtime=0))
+        write_bytes(self.folder / f"{digest}.json.gz", gzip.compress(steps, compresslevel=6, mtime=0))
         self._graphs[_name(place)] = digest
 
     def finish(self) -> None:
         index = {"format": _FORMAT, "fingerprint": dict(self._fingerprint), "axes": AXES, "graphs": self._graphs}
-        _write(self.folder / INDEX, json.dumps(index, indent=1).encode())
+        write_bytes(self.folder / INDEX, json.dumps(index, indent=1).encode())
         known = {f"{digest}.json.gz" for digest in self._graphs.values()}
         for path in self.folder.iterdir():  # of an earlier job
             if _holds_graphs(path) and path.name not in known:
@@ -156,12 +155,6 @@ class Writer:
 
 def _holds_graphs(path: Path) -> bool:
     return re.fullmatch(r"[0-9a-f]{64}\.json\.gz", path.name) is not None
-
-
-def _write(path: Path, content: bytes) -> None:
-    part = path.with_name(f"{path.name}.part")
-    part.write_bytes(content)
-    os.replace(part, path)
 
 
 def _name(place: tuple[int, ...]) -> str:

@@ -88,7 +88,7 @@ def encode_all(encode: Encode, numbers: range, num_workers: int) -> Iterator[Enc
     # Not forked: the tokenizer has threads.
     spawn = multiprocessing.get_context("spawn")
     try:
-        with ProcessPoolExecutor(num_workers, spawn, _set_encode, [encode]) as pool:
+        with ProcessPoolExecutor(num_workers, spawn, _set_encode, (encode,)) as pool:
             for encoded in in_order((pool.submit(_encode_there, part) for part in parts), 4 * num_workers):
                 yield from encoded
     except BrokenProcessPool as error:

@@ -91,7 +91,7 @@ def _list_files(option: str, address: str) -> Listing:
         raise UserError(f"{where}: {problem}")
     fs, path = url_to_fs(address)
     fs.invalidate_cache()  # other processes may have written since
-    if is_pattern(address):
+    if is_pattern(address) and not _is_there(fs, path):
         root = path[: min(path.index(mark) for mark in "*?[" if mark in path)].rpartition("/")[0]
         found = _matching(fs, root, path)
         if not found:
@@ -115,6 +115,16 @@ def _list_files(option: str, address: str) -> Listing:
         if (other := by_name.setdefault(file.name, file)) is not file:
             raise UserError(f"{where}: {other.address} and {file.address} are both {file.name!r}: rename one")
     return Listing(True, [file for file in files if file.name])  # some stores have an object for the folder itself
+
+
+def _is_there(fs: Any, path: str) -> bool:
+    """Return whether something has a pattern as its name."""
+    try:
+        return bool(fs.info(path))
+    except FileNotFoundError as error:
+        if is_missing_bucket(error) or is_transient(error):
+            raise
+        return False
 
 
 def _matching(fs: Any, root: str, pattern: str) -> dict[str, dict[str, Any]]:

@@ -1,5 +1,6 @@
 """What a node can feed: a job's training data, read by as many processes as it has ranks, without a model."""
 
+import dataclasses
 import multiprocessing
 import signal
 import time
@@ -12,7 +13,7 @@ from torchtitan_graph.config import job
 from torchtitan_graph.data.addresses import Listing
 from torchtitan_graph.data.loader import training_loader
 from torchtitan_graph.data.node_cache import NodeCache
-from torchtitan_graph.data.open_corpus import list_corpora
+from torchtitan_graph.data.open_corpus import list_corpora, names_trained_on
 from torchtitan_graph.data.places import find_place
 from torchtitan_graph.data.remote_file import unkept_chunks
 from torchtitan_graph.data.tokenizer import load_tokenizer
@@ -50,7 +51,7 @@ def bench(config: job.JobConfig, num_ranks: int, seconds: float) -> list[str]:
     """
     spawn = multiprocessing.get_context("spawn")
     together = spawn.Barrier(num_ranks)
-    listed = list_corpora(config)
+    listed = list_corpora(dataclasses.replace(config, validation=job.Validation()))
     ranks: dict[Connection, SpawnProcess] = {}
     for rank in range(num_ranks):
         here, there = spawn.Pipe(duplex=False)
@@ -66,7 +67,8 @@ def bench(config: job.JobConfig, num_ranks: int, seconds: float) -> list[str]:
             process.join()
     if errors := [each for each in found if isinstance(each, str)]:
         raise UserError(max(errors, key=len))  # others say nothing
-    return _in_words(found, config, _files_alone(config, listed, seconds))
+    fed = [each for each in found if isinstance(each, Fed)]
+    return _in_words(fed, config, _files_alone(config, listed, seconds))
 
 
 def _receive(ranks: dict[Connection, SpawnProcess]) -> list["Fed | str"]:
@@ -90,11 +92,13 @@ def _receive(ranks: dict[Connection, SpawnProcess]) -> list["Fed | str"]:
 
 
 def _files_alone(config: job.JobConfig, listed: dict[str, Listing], seconds: float) -> float:
-    """Return the bytes a second at which the files of the training data come, read one after another for some seconds
+    """Return the bytes a second at which the files that training reads come, read one after another for some seconds
     and not kept; 0 where none is named."""
-    paths = [source.dataset_path for source in config.training.sources] or [config.training.dataset_path]
+    sources = config.training.sources
+    paths = [each.dataset_path for each in sources if each.weight] if sources else [config.training.dataset_path]
     places = [find_place("training.dataset_path", path, NodeCache(), listed.get(path)) for path in paths if path]
-    chunks = (chunk for place in places for name in place.names for chunk in unkept_chunks(place.open(name)))
+    files = (place.open(name) for place in places for name in names_trained_on(place))
+    chunks = (chunk for file in files for chunk in unkept_chunks(file))
     began, taken, num_bytes = time.perf_counter(), 0.0, 0
     for chunk in chunks:
         num_bytes, taken = num_bytes + len(chunk), time.perf_counter() - began

@@ -159,7 +159,7 @@ class DataFile:
             if self._descriptor is None:
                 return self._read_once(start, count)
             try:
-                content = _part(self._descriptor, start, count)
+                content = part_of(self._descriptor, start, count)
                 if len(content) < count or time.monotonic() >= self._check_at:
                     self._refuse_changed(os.fstat(self._descriptor))
                     self._check_at = time.monotonic() + CHECK_S
@@ -184,7 +184,7 @@ class DataFile:
         # Without O_NONBLOCK, opening a FIFO that has taken its place would wait.
         descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
-            content = _part(descriptor, start, count)
+            content = part_of(descriptor, start, count)
             self._refuse_changed(os.fstat(descriptor))  # afterwards: it may be written meanwhile
         except OSError:
             self._refuse_changed(os.fstat(descriptor))  # a FIFO in its place has no parts
@@ -226,10 +226,11 @@ class DataFile:
         return UserError(f"{self.path}: {what}. A corpus must not change during a run: put it back, or begin a new run")
 
 
-def _part(descriptor: int, start: int, count: int) -> bytes:
+def part_of(descriptor: int, start: int, count: int) -> bytes:
+    """Return bytes of an open file, fewer only where it ends: one call of the system gives 2 GiB at most."""
     content = os.pread(descriptor, count, start)
     while len(content) < count and (more := os.pread(descriptor, count - len(content), start + len(content))):
-        content += more  # the system may return less than there is
+        content += more
     return content
 
 

@@ -63,7 +63,8 @@ class StreamedCorpus:
     """
 
     def __init__(self, stream: Any, reading: RowFormat, name: str, split: str, seed: int) -> None:
-        first = next(iter(stream.iter(batch_size=1)), None)  # not `take`: a lane's stream is sharded after it
+        # Not `take`: a lane's stream is sharded after it.
+        first = retry_io(lambda: next(iter(stream.iter(batch_size=1)), None), what=name)
         row = {column: values[0] for column, values in (first or {"text": [None]}).items()}
         self.form: Form = reading.form(row, name)
         self._bad_rows = reading.bad_rows(name)
@@ -187,7 +188,7 @@ def open_saved(path: Path, reading: RowFormat, split: str, seed: int) -> Corpus:
 
     held_out = next((name for name in ("validation", "test") if name in parts), None)
     if split == "all":
-        return ShuffledCorpus(Chain([rows(part) for part in parts]), "all", seed)
+        return ShuffledCorpus(Chain([rows(part) for part in parts], [f"{path}/{part}" for part in parts]), "all", seed)
     if "train" not in parts:
         raise UserError(f"{path}: no split 'train' to train on, or to hold documents out of; there is {list(parts)}.")
     if held_out is None:

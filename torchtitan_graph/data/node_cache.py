@@ -13,6 +13,7 @@ are written; where they don't seem to fit, entries are looked at one by one.
 import contextlib
 import fcntl
 import hashlib
+import math
 import os
 import re
 import shutil
@@ -25,7 +26,7 @@ import numpy as np
 
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
-from torchtitan_graph.patience import why_unwritable
+from torchtitan_graph.patience import FULL, why_unwritable
 from torchtitan_graph.small_files import read_text, sync, write_text
 from torchtitan_graph.transient import is_transient
 
@@ -46,9 +47,12 @@ class Unwritable(UserError):
 class Entry:
     """A folder of the cache, which is not deleted while this lives. See Note [Entries of the cache]."""
 
-    def __init__(self, folder: Path, descriptor: int) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
-        weakref.finalize(self, os.close, descriptor)
+        descriptor = os.open(folder / _USED, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        weakref.finalize(self, os.close, descriptor)  # before anything can fail
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+        os.utime(descriptor)
 
 
 class NodeCache:
@@ -77,14 +81,12 @@ class NodeCache:
                 if missing:
                     self._make_room(size)
                 folder.mkdir(exist_ok=True)
-                descriptor = os.open(folder / "used", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-                fcntl.flock(descriptor, fcntl.LOCK_SH)
-                os.utime(descriptor)
+                entry = Entry(folder)
                 if missing:
                     (folder / "blocks").unlink(missing_ok=True)  # else it would mark blocks that are gone as there
                     file.touch()
                     os.truncate(file, size)
-        return Entry(folder, descriptor)
+        return entry
 
     def make(self, *key: str, build: Callable[[Path], None]) -> tuple[Path, Entry]:
         """Return what `build` writes, a file or a folder; one process of the node calls it, and others wait.
@@ -93,7 +95,12 @@ class NodeCache:
             another process begins again.
         """
         entry = self.open(*key)
-        return self._make(entry, build), entry
+        try:
+            return self._make(entry, build), entry
+        except OSError as error:  # also of a library that writes for `build`, or of a lock's file
+            if error.errno in FULL:
+                raise self._unwritable(error) from error
+            raise
 
     def _make(self, entry: Entry, build: Callable[[Path], None]) -> Path:
         whole, part = entry.folder / "whole", entry.folder / "part"
@@ -119,12 +126,19 @@ class NodeCache:
         except OSError as error:
             if is_transient(error):
                 raise
-            why = why_unwritable(self.folder, error)
-            raise Unwritable(f"training.cache_folder = {str(self.folder)!r} can't be written: {why}") from error
+            raise self._unwritable(error) from error
+
+    def _unwritable(self, error: OSError) -> Unwritable:
+        hint = ""
+        if error.errno in FULL:
+            hint = ": make room on it, or set training.cache_folder to a folder on another disk"
+        return Unwritable(
+            f"training.cache_folder = {str(self.folder)!r} can't be written: {why_unwritable(self.folder, error)}{hint}"
+        )
 
     def grow(self, size: int) -> None:
         """Make room for `size` more bytes of an entry; raise Full if there is none."""
-        with _locked(self.folder / "lock"):
+        with self.refuse_unwritable(), _locked(self.folder / "lock"):
             self._make_room(size)
 
     def _make_room(self, size: int) -> None:
@@ -136,9 +150,31 @@ class NodeCache:
         write_text(self.folder / _USED, f"{used.reserved + size} {used.written}")
 
     def _room(self, used: "_Used") -> float:
+        return min(self._limit - used.reserved, self._room_on_disk(used))
+
+    def _room_on_disk(self, used: "_Used") -> float:
         disk = os.statvfs(self.folder)
-        of_disk = disk.f_frsize * (disk.f_bavail - _DISK_LEFT * disk.f_blocks) - (used.reserved - used.written)
-        return min(self._limit - used.reserved, of_disk)
+        return disk.f_frsize * (disk.f_bavail - _DISK_LEFT * disk.f_blocks) - (used.reserved - used.written)
+
+    def _refuse_full(self, size: int, used: "_Used", freed: int) -> None:
+        """Raise Full if `size` more bytes don't fit, though `freed` of those in use will be deleted."""
+        of_limit = size - freed - (self._limit - used.reserved)
+        of_disk = size - freed - self._room_on_disk(used)
+        why = []
+        if of_limit > 0:
+            least = f"{math.ceil((self._limit + of_limit) / 1e6) / 1e3:.3f}".rstrip("0").rstrip(".")
+            why.append(
+                f"training.cache_gb = {self._limit / 1e9:g} is too small: {_in_words(of_limit)} are missing: set it to"
+                f" {least} or more"
+            )
+        if of_disk > 0:
+            why.append(
+                f"the disk of training.cache_folder, {self.folder}, is full but for {_DISK_LEFT:.0%} of it, which stay"
+                f" free: {_in_words(of_disk)} are missing: make room on it, or set training.cache_folder to a folder on"
+                " another disk"
+            )
+        if why:
+            raise Full("; and ".join(why))
 
     def _read_used(self) -> "_Used | None":
         try:
@@ -155,17 +191,12 @@ class NodeCache:
         used = _Used(*map(sum, zip(*sizes.values(), strict=True))) if sizes else _Used(0, 0)
         unused: list[tuple[float, Path]] = []
         with contextlib.ExitStack() as stack:
-            if (room := self._room(used)) < size:
+            if self._room(used) < size:
                 for folder in folders:
                     if (locked := _try_lock(folder / "used")) is not None:
                         stack.callback(os.close, locked)
                         unused.append((os.fstat(locked).st_mtime, folder))
-            if room + sum(sizes[folder].reserved for _, folder in unused) < size:
-                raise Full(
-                    f"training.cache_gb = {self._limit / 1e9:g}: {size / 1e9:,.3g} GB more don't fit into the cache"
-                    f" {self.folder}, which may grow by {max(0, room) / 1e9:,.3g} GB: raise it, make room on that disk,"
-                    " or name a folder on another by training.cache_folder"
-                )
+            self._refuse_full(size, used, sum(sizes[folder].reserved for _, folder in unused))
             for _, folder in sorted(unused):
                 if self._room(used) >= size:
                     break
@@ -216,6 +247,10 @@ class Arrays:
 
 def _build_what_is_gone() -> list[np.ndarray]:
     raise UserError("what was kept of a corpus is gone from training.cache_folder; start again")
+
+
+def _in_words(num_bytes: float) -> str:
+    return f"{num_bytes / 1e9:,.1f} GB" if num_bytes >= 1e9 else f"{math.ceil(num_bytes / 1e6)} MB"
 
 
 class _Used(NamedTuple):

@@ -296,7 +296,8 @@ def _open_folder(place: Place, reading: RowFormat) -> Source:
     texts = packed_together([file for file in texts if file.size], reading.cache)
     tables = [place.open(name) for name in names if name.lower().endswith(_ROWS)]
     if texts:
-        reading.refuse_for_text(root, f"holds files of text ({texts[0].name})")
+        with_rows = f", and {tables[0].name} with rows" if tables else ""
+        reading.refuse_for_text(root, f"holds files of text ({texts[0].name}{with_rows})")
         if reading.format != "text":
             plain = [file for file in texts if file.name.lower().endswith((".txt", ".text"))]
             refuse_rows(plain[:100], reading.option("format"))  # each is opened, which takes long on a file server
@@ -312,7 +313,18 @@ def _open_folder(place: Place, reading: RowFormat) -> Source:
     if left_out := Counter(PurePath(name).suffix for name in names if name not in read):
         named = ", ".join(f"{count:,} {suffix or 'without a suffix'}" for suffix, count in left_out.most_common(8))
         logger.info(f"{root}: {len(texts) + len(tables):,} files are read, {left_out.total():,} left out: {named}")
-    return sources[0] if len(sources) == 1 else Chain(sources)
+    files = [*texts[:1], *tables]
+    return sources[0] if len(sources) == 1 else Chain(sources, [file.path for file in files])
+
+
+def names_trained_on(place: Place) -> Sequence[str]:
+    """Return the names of the files of a corpus that training reads."""
+    if is_saved_dataset(place.names):
+        part = "train/" if "dataset_dict.json" in place.names else ""
+        return [name for name in place.names if name.startswith(part) and name.endswith(".arrow")]
+    if is_shards(place.names) or not place.is_folder:
+        return place.names
+    return [name for name in place.names if _is_known_text(name) or name.lower().endswith(_ROWS)]
 
 
 def _open_parts(parts: Sequence[Callable[[RowFormat], Source]], reading: RowFormat) -> list[Source]:

@@ -62,9 +62,10 @@ def find_place(option: str, path: str, cache: NodeCache, listing: Listing | None
         if not is_pattern(path):
             raise UserError(f"{option} = {path!r}: there is no such file or folder{near_path(here)}")
         parts = here.parts
-        root = Path(*parts[: next(i for i, part in enumerate(parts) if is_pattern(part))])
+        folders = [Path(*parts[:number]) for number in range(len(parts))]
+        root = next(each for each in reversed(folders) if each.is_dir())
         files: dict[str, Path | Found] = {}
-        for each in map(Path, sorted(glob.glob(str(here), recursive=True))):
+        for each in map(root.joinpath, sorted(glob.glob(str(here.relative_to(root)), root_dir=root, recursive=True))):
             files |= _files_in(each, root) if each.is_dir() else {str(each.relative_to(root)): each}
         if not files:
             raise UserError(f"{option} = {path!r}: matches no file")

@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 from fsspec.core import url_to_fs
 
 from torchtitan_graph.data.addresses import Found, find_change, refuse_unlisted
-from torchtitan_graph.data.files import CHUNK, DataFile, Progress, count_read, open_data
+from torchtitan_graph.data.files import CHUNK, DataFile, Progress, count_read, open_data, part_of
 from torchtitan_graph.data.node_cache import Entry, Full, NodeCache
 from torchtitan_graph.errors import UserError
 from torchtitan_graph.log import logger
@@ -35,6 +35,7 @@ from torchtitan_graph.transient import is_transient
 
 T = TypeVar("T")
 AT_ONCE, _SMALL_AT_ONCE = 8, 32  # requests for blocks, and for small files
+_MOST_COMING = 2048  # parts that are read ahead and not taken yet; each of 256 lanes has eight
 _LOOK_S = 0.02  # between two looks at whether another process has read a block
 _CHECK_S = 30.0  # between two looks at whether a file that is not kept has changed
 
@@ -94,7 +95,7 @@ class RemoteFile(DataFile):
                         coming.result()
                     self._fill(blocks, number)
             with refuse_unreadable(str(blocks.data)):
-                content = os.pread(blocks.descriptor, count, start)
+                content = part_of(blocks.descriptor, start, count)
         count_read(len(content))
         return content
 
@@ -129,6 +130,8 @@ class RemoteFile(DataFile):
             if not _free.acquire(blocking=False):
                 return False
             self._coming[key] = _in_background(call, _free.release)
+            if len(self._coming) > _MOST_COMING:  # the oldest is of an iteration that has ended
+                del self._coming[next(iter(self._coming))]
         return True
 
     def chunks(self) -> Iterator[bytes]:

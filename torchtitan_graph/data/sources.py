@@ -43,14 +43,15 @@ class Source(Protocol):
 
 
 class Chain:
-    """The documents of several sources, one after another."""
+    """The documents of several sources, one after another; names are those of their files, for an error."""
 
-    def __init__(self, sources: list[Source]) -> None:
+    def __init__(self, sources: list[Source], names: Sequence[str]) -> None:
         self.sources, self.is_whole = sources, sources[0].is_whole
-        if any(source.is_whole != self.is_whole for source in sources):
+        kinds = {source.is_whole: name for source, name in zip(reversed(sources), reversed(names), strict=True)}
+        if len(kinds) > 1:
             raise UserError(
-                "text, which is packed wherever rows end, and conversations, which are packed whole, can't be one"
-                " corpus: name their files one by one in training.sources"
+                f"{kinds[False]} holds text, which is packed wherever rows end, and {kinds[True]} conversations or"
+                " answers, which are packed whole: they can't be one corpus: name them one by one in training.sources"
             )
         self._ends = list(itertools.accumulate(len(source) for source in sources))
         self.digest = _hash(source.digest for source in sources)

@@ -297,7 +297,7 @@ def test_text_and_conversations_in_one_folder_are_refused(reading, tmp_path):
     folder.mkdir()
     (folder / "a.jsonl").write_text('{"text": "a"}\n')
     (folder / "b.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
-    with pytest.raises(UserError, match="can't be one corpus.*training.sources"):
+    with pytest.raises(UserError, match="a.jsonl holds text, .*b.jsonl conv.*can't be one corpus.*training.sources"):
         open_corpus("", str(folder), "all", 0, BYTES)
 
 

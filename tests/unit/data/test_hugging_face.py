@@ -206,6 +206,19 @@ def test_a_damaged_saved_dataset_is_refused(tmp_path, name, content):
         open_corpus("", path, "train", 0)
 
 
+def test_the_first_look_at_a_stream_that_fails_is_tried_again(stream, monkeypatch):
+    monkeypatch.setattr("torchtitan_graph.patience.FIRST_S", 0.01)
+    read, failures = datasets.IterableDataset.iter, iter([ConnectionError("Server Disconnected")] * 2)
+
+    def failing(self, batch_size):
+        for error in failures:
+            raise error
+        return read(self, batch_size)
+
+    monkeypatch.setattr(datasets.IterableDataset, "iter", failing)
+    assert [*StreamedCorpus(stream, RowFormat(), "x", "all", 0).documents(0, 0, 0)] and not [*failures]
+
+
 @pytest.mark.parametrize("split", ["train", "validation"])
 def test_no_network_is_said(monkeypatch, split):
     def offline(*args, **kwargs):

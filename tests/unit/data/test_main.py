@@ -11,6 +11,8 @@ from threading import Thread
 import pytest
 from templates import CHATML
 
+from torchtitan_graph.config.load import load
+from torchtitan_graph.data import bench
 from torchtitan_graph.data.__main__ import main
 
 SAYS = {"role": "user", "content": "a"}
@@ -97,6 +99,17 @@ def test_a_node_s_ranks_are_measured_together(words, capfd):
     assert re.fullmatch(r"the files alone, read one after another: [\d,]+ MB/s(, enough for [\d,]+ tokens/s)?", alone)
     assert main([*words, "--bench", "0.2", "--ranks", "2", "--training.dataset_path", "nowhere.jsonl"]) == 2
     assert "there is no such file or folder" in capfd.readouterr().err
+
+
+def test_the_files_alone_are_those_that_training_reads(words, tmp_path):
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus" / "lines.jsonl").write_text('{"text": "x"}\n')
+    os.mkfifo(tmp_path / "corpus" / "other.bin")  # an error, were it read
+    os.mkfifo(tmp_path / "unused.jsonl")
+    entries = (("corpus", 1), ("unused.jsonl", 0))
+    sources = (f'[[training.sources]]\ndataset_path = "{tmp_path}/{name}"\nweight = {x}\n' for name, x in entries)
+    (tmp_path / "job.toml").write_text("".join(sources))
+    assert bench._files_alone(load(["--job.config_file", *words]), {}, 1.0) > 0
 
 
 def test_a_rank_of_a_measurement_that_is_killed_is_named(words, capsys):

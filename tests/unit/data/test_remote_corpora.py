@@ -19,7 +19,7 @@ from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkProcess as Process
-from pathlib import Path
+from pathlib import Path, PurePath
 from threading import Thread
 from types import SimpleNamespace
 
@@ -28,6 +28,7 @@ import numpy as np
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 
+from disks import fill, small_disk
 from s3 import Request, Store, at_first
 from torchtitan_graph import log
 from torchtitan_graph.config import check_data
@@ -223,6 +224,25 @@ def test_a_file_that_changes_is_another_and_named_while_it_is_read(store, monkey
     assert open_corpus("", f"{store.address}/book.txt", "all", 0).source[0] == first.replace("(", "[")
 
 
+@pytest.mark.parametrize("is_small", [True, False])
+@pytest.mark.parametrize("at_address", [True, False])
+def test_which_changes_of_files_make_another_corpus(tmp_path, store, monkeypatch, is_small, at_address):
+    monkeypatch.setattr(sources, "SMALL_CORPUS_BYTES", 2**20 if is_small else 0)
+    monkeypatch.setattr(sources, "_END_BYTES", 100)
+    (tmp_path / "corpus").mkdir()
+
+    def digest(**contents: bytes) -> str:
+        for name, content in contents.items():
+            store.put(f"corpus/{name}.jsonl", content)
+            (tmp_path / "corpus" / f"{name}.jsonl").write_bytes(content)
+        return open_corpus("", f"{store.address}/corpus" if at_address else str(tmp_path / "corpus"), "all", 0).digest
+
+    first, middle = digest(a=LINES), LINES.index(b"}", len(LINES) // 2) - 2
+    assert digest(a=LINES) == first
+    assert (digest(a=LINES[:middle] + b"!" + LINES[middle + 1 :]) == first) == (not is_small)
+    assert len({first, digest(a=LINES + b'{"text": "more"}\n'), digest(a=LINES, b=LINES)}) == 3
+
+
 def test_a_change_is_seen_though_the_library_keeps_listings(store):
     store.put("corpus/", b"")  # as some consoles make a folder; it is none of its files
     store.put("corpus/x.txt", b"one")
@@ -254,7 +274,9 @@ def test_what_does_not_fit_into_the_cache_is_read_by_ranges_or_refused(tmp_path,
     cache = NodeCache(str(tmp_path / "small"), 4000)
     reading = RowFormat(ByteTokenizer(), cache=cache)
     if name.endswith(".gz") or name == "tokens":
-        with pytest.raises(UserError, match=r"training.cache_gb = 4e-06: .* don't fit .*training.cache_folder"):
+        with pytest.raises(
+            UserError, match="training.cache_gb = 4e-06 is too small: 1 MB are missing: set it to 0.001 or"
+        ):
             rows_of(address, reading=reading)
     else:
         assert rows_of(address, reading=reading) == here
@@ -272,7 +294,7 @@ def test_what_was_used_longest_ago_makes_room_and_what_is_used_stays(tmp_path):
     gc.collect()  # the first two are used no more
     newest = cache.open("3", size=600)
     assert [folder.exists() for folder in folders] == [False, False, True] and newest.folder.exists()
-    with pytest.raises(UserError, match="don't fit"):
+    with pytest.raises(UserError, match="is too small"):
         cache.open("4", size=200)
     (tmp_path / "cache" / "mine").mkdir()
     del entry
@@ -295,7 +317,7 @@ def test_room_that_is_promised_to_one_is_none_for_another(tmp_path, monkeypatch)
     cache, disk = NodeCache(str(tmp_path), math.inf), os.statvfs(tmp_path)
     size = disk.f_frsize * disk.f_bavail * 6 // 10
     entry = cache.open("0", size=size)
-    with pytest.raises(UserError, match="don't fit"):
+    with pytest.raises(UserError, match="^the disk of training.cache_folder, .* missing: make room on it"):
         cache.open("1", size=size)
     assert (entry.folder / "data").stat().st_blocks == 0  # nothing is written yet
 
@@ -315,8 +337,39 @@ def test_what_a_killed_process_left_is_no_part_of_what_is_made(tmp_path):
 
 def test_a_part_of_the_disk_stays_free(tmp_path, monkeypatch):
     monkeypatch.setattr(node_cache, "_DISK_LEFT", 1.0)
-    with pytest.raises(UserError, match="may grow by 0 GB"):
+    with pytest.raises(UserError, match="is full but for 100% of it, which stay free: .* GB are missing: make room"):
         NodeCache(str(tmp_path)).open("0", size=1)
+    with pytest.raises(UserError, match="cache_gb = 1 is too small: 1.0 GB are missing: set it to 2 or more; and"):
+        NodeCache(str(tmp_path), 1e9).open("0", size=2 * 10**9)
+
+
+@pytest.mark.parametrize("kind", ["lines.jsonl", "lines.jsonl.gz", "table.parquet", "folder"])
+def test_a_disk_of_the_cache_that_fills_is_named_and_not_the_corpus(tmp_path, bucket, monkeypatch, kind):
+    KINDS[kind](tmp_path / kind)
+    address = put(tmp_path / kind, f"{bucket}/{kind}")
+    with small_disk(tmp_path / "disk", "1m") as disk:
+        make_room = NodeCache._make_room
+        monkeypatch.setattr(NodeCache, "_make_room", lambda *words: (make_room(*words), fill(disk)))  # another does
+        with pytest.raises(UserError) as error:
+            open_corpus("", address, "all", 0, RowFormat(cache=NodeCache(str(disk))))
+        said = str(error.value)
+        del error  # it holds files of the disk open
+        gc.collect()
+    assert said.startswith(f"training.cache_folder = '{disk}' can't be written: the disk at {disk} is full")
+    assert said.endswith("make room on it, or set training.cache_folder to a folder on another disk")
+
+
+def test_a_descriptor_of_an_entry_that_could_not_be_made_is_closed(tmp_path):
+    before = len(os.listdir("/proc/self/fd"))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limits[1]))
+    try:
+        with pytest.raises(UserError, match="can't be written"):
+            NodeCache(str(tmp_path)).open("0", size=6000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 @pytest.mark.parametrize(
@@ -357,6 +410,20 @@ def test_a_pattern_reads_the_files_that_match(tmp_path):
         assert {source[i] for i in range(len(source))} == {f"{name}.jsonl" for name in names.split()}
     with pytest.raises(UserError, match="matches no file"):
         open_corpus("", str(tmp_path / "*.csv"), "all", 0)
+
+
+@pytest.mark.parametrize("name", ["a[1].jsonl", "a*.jsonl", "[b]/c.jsonl"])
+def test_a_name_with_the_marks_of_a_pattern_is_a_name(tmp_path, store, name):
+    for each in (name, "a1.jsonl", "b/c.jsonl", "other.jsonl"):
+        (tmp_path / each).parent.mkdir(exist_ok=True)
+        (tmp_path / each).write_text(json.dumps({"text": each}) + "\n")
+        store.put(each, (tmp_path / each).read_bytes())
+    for place in (store.address, str(tmp_path)):
+        corpus = open_corpus("", f"{place}/{name}", "all", 0)
+        assert len(corpus.source) == 1 and name in str(corpus.source[0])
+    folder = str(PurePath(name).parent)
+    source = open_corpus("", f"{tmp_path}/{folder}/*.jsonl", "all", 0).source
+    assert ("other" in str([*map(source.__getitem__, range(len(source)))])) == (folder == ".")
 
 
 def write_wide_parquet(path: Path, end: str = "") -> None:
@@ -738,6 +805,27 @@ def test_a_part_that_is_prepared_is_not_asked_for_again(store, monkeypatch):
     copy = pickle.loads(pickle.dumps(file))
     assert file.read_part(1000, 5000) == LINES[1000:6000] == copy.read_part(1000, 5000)
     assert len([*filter(is_read, store.requests)]) == 3
+
+
+def test_parts_that_are_read_ahead_and_never_taken_are_forgotten(tmp_path, store, monkeypatch):
+    monkeypatch.setattr(remote_file, "_MOST_COMING", 3)
+    monkeypatch.setattr(remote_file, "_free", threading.BoundedSemaphore(8))
+    store.put("lines.jsonl", LINES)
+    small = NodeCache(str(tmp_path / "small"), 4000)
+    file = find_place("x", f"{store.address}/lines.jsonl", small).open("lines.jsonl")
+    for start in range(8):
+        file.prepare(start, 10)
+    assert [*file._coming] == [(5, 10), (6, 10), (7, 10)]
+    assert file.read_part(6, 10) == LINES[6:16] and file.read_part(0, 10) == LINES[:10]
+
+
+def test_a_read_of_more_than_the_system_gives_at_once_is_whole(store, monkeypatch):
+    store.put("lines.jsonl", LINES)
+    file = find_place("x", f"{store.address}/lines.jsonl", NodeCache()).open("lines.jsonl")
+    file.read_part(0, 1)
+    read = os.pread
+    monkeypatch.setattr(os, "pread", lambda file, count, start: read(file, min(count, 1000), start))
+    assert file.read() == LINES
 
 
 def test_storage_that_does_not_answer_a_worker_is_named_as_storage(monkeypatch, texts_source):

@@ -49,13 +49,14 @@ from torchtitan_graph.capture.strides import reshape_unknown
 from torchtitan_graph.capture.traced import TracedResult, autocast
 from torchtitan_graph.capture.uncleared import Uncleared
 from torchtitan_graph.capture.uncollected import uncollected
-from torchtitan_graph.errors import UserError
+from torchtitan_graph.errors import UserError, listed
 from torchtitan_graph.graph import meta
 from torchtitan_graph.graph.hierarchy import ScopeRecorder
 from torchtitan_graph.graph.signature import Signature, Slot, inputs_of, layout_of
 from torchtitan_graph.log import logger
 from torchtitan_graph.torch_private.fake import FakeTensorMode, NeedsSymbols
 from torchtitan_graph.torch_private.sizes import SymbolicFakeTensorMode
+from torchtitan_graph.torch_private.tensors import is_traceable_wrapper_subclass
 from torchtitan_graph.torch_private.tracing import DataDependentOutputException, trace_to_graph
 
 
@@ -257,6 +258,7 @@ def minimal_fx_tracer(
             parameters=given.parameters,
             names=given.names,
             constants=given.constants,
+            repeated=given.repeated,
             out_spec=out.spec,
             out_constants=out.constants,
             options=optimizer_options(module, optimizer),
@@ -300,11 +302,19 @@ def _on_flat_tensors(
         leaves = new_leaves([x for _, _, x in values], [slot.layout for slot in slots], flat)
         traced = dict(zip([(s.kind, s.name) for s in slots], leaves, strict=True))
         full = [given.constants[i] if i in given.constants else traced["input", n] for i, n in enumerate(given.names)]
+        for i, earlier in given.repeated.items():
+            full[i] = full[earlier]
         args, kwargs = pytree.tree_unflatten(full, given.in_spec)
+        forms = {name: _form(x) for (_, name), x in traced.items()}
         if out.uncleared is not None:
             out.uncleared.lay(traced)
         with swapped_state(module, optimizer, traced), unassigned_data(traced):
             result = fn(*args, **kwargs)
+        if changed := [name for (_, name), x in traced.items() if not _is_form(x, forms[name])]:
+            raise UserError(
+                f"the traced function changes the shape, the strides or the memory of {listed(changed)} in place, by"
+                " t_, resize_, set_ or the like, which a graph does to no tensor of its caller: return a new one"
+            )
         if out.uncleared is not None:
             out.uncleared.refuse(traced)
         paths, out.spec = flatten_with_path(result)
@@ -319,6 +329,17 @@ def _on_flat_tensors(
         return [*given_back, *(t for parts in left.values() for t in parts)]
 
     return run
+
+
+def _form(x: Tensor) -> tuple[Any, Any]:
+    """Return the memory of a plain tensor, and how the tensor lies in it."""
+    memory = None if is_traceable_wrapper_subclass(x) else x.untyped_storage()
+    return memory, (x.shape, x.stride(), x.storage_offset())
+
+
+def _is_form(x: Tensor, before: tuple[Any, Any]) -> bool:
+    memory, place = _form(x)
+    return memory is before[0] and place == before[1]
 
 
 def _refuse_uncleared(

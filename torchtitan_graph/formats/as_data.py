@@ -198,6 +198,8 @@ class _Writer:
         if isinstance(x, dict) and all(isinstance(key, str) for key in x):
             return {"dict": [[key, self.write(each, place)] for key, each in x.items()]}
         if isinstance(x, FakeTensor):
+            if x.layout != torch.strided:
+                raise _cannot(f"a tensor of layout {_short(x.layout)}")
             nbytes = x.untyped_storage().nbytes()
             key = (*map(tuple, (x.shape, x.stride())), x.storage_offset(), _short(x.dtype), self._device_of(x.device))
             return {"tensor": self._tensors.setdefault((*key, nbytes), len(self._tensors))}
@@ -259,6 +261,7 @@ def traced_from_data(
         given.parameters,
         given.names,
         given.constants,
+        given.repeated,
         out_spec,
         out_constants,
         {},

@@ -7,7 +7,9 @@ traced = load_traced("step.json", x, y)
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -20,19 +22,22 @@ from torchtitan_graph.formats.as_data import NotStored, traced_from_data, traced
 from torchtitan_graph.patience import refuse_unwritable
 from torchtitan_graph.small_files import BadFile, check_type, parse_json, read_small, write_text
 
-_FORMAT = 1
+_FORMAT = 2
 _MOST_BYTES, _MOST_VALUES = 128 * 2**20, 10_000_000
 _SAVE = "save_traced(traced, path)"
 _AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class _File(TypedDict):
-    """The content of a file; `arguments` is the structure of the call's arguments, as text, to be compared."""
+    """The content of a file; `arguments` is the structure of the call's arguments, as text, to be compared, and
+    `digest` the SHA-256 of the content without it."""
 
     format: int
+    digest: str
     device: str
     arguments: str
     constants: dict[str, bool | int | float | str | None]
+    repeated: list[tuple[str, str]]
     options: dict[str, Any]
     autocast: dict[str, str]
     classes: dict[str, str]
@@ -58,9 +63,11 @@ def save_traced(traced: TracedResult, path: Path | str) -> None:
         device = _device_of(traced)
         content: _File = {
             "format": _FORMAT,
+            "digest": "",
             "device": device.type,
             "arguments": str(traced.in_spec),
             "constants": {traced.names[i]: x for i, x in traced.constants.items()},
+            "repeated": _names_of_repeated(traced),
             "options": {name: _option_to_data(name, x) for name, x in traced.options.items()},
             "autocast": {kind: str(dtype).removeprefix("torch.") for kind, dtype in traced.autocast.items()},
             "classes": traced.classes,
@@ -69,7 +76,7 @@ def save_traced(traced: TracedResult, path: Path | str) -> None:
     except NotStored as error:
         raise UserError(f"save_traced: {error}; trace again where the function is needed") from error
     with refuse_unwritable(f"save_traced: {path}", path.parent):
-        write_text(path, json.dumps(content, separators=(",", ":")))
+        write_text(path, _as_text({**content, "digest": _digest(content)}))
 
 
 def load_traced(path: Path | str, *args: Any, **kwargs: Any) -> TracedResult:
@@ -89,6 +96,8 @@ def load_traced(path: Path | str, *args: Any, **kwargs: Any) -> TracedResult:
         if found.get("format") != _FORMAT:
             raise BadFile(f"its format is {found.get('format')!r:.20}, and this release reads {_FORMAT}")
         content = check_type(found, _File, path)
+        if content["digest"] != _digest(found):
+            raise BadFile("it is damaged: its digest is another")
         autocast = {kind: _AUTOCAST[dtype] for kind, dtype in content["autocast"].items()}
         options = {name: _option_from_data(x) for name, x in content["options"].items()}
     except OSError as error:
@@ -100,18 +109,34 @@ def load_traced(path: Path | str, *args: Any, **kwargs: Any) -> TracedResult:
     except UserError:
         raise
     except Exception as error:  # whatever a forged file makes the reader do
-        why = f"{type(error).__name__}: {error!s:.300}"
+        why = f"{type(error).__name__}: {' '.join(str(error).split()):.300}"
         raise UserError(f"{begin}: not what was written, or for other arguments ({why})") from error
     if str(traced.in_spec) != content["arguments"]:
         raise UserError(f"{begin}: was traced for arguments {content['arguments']:.300}, not {traced.in_spec!s:.300}")
     constants = {traced.names[i]: x for i, x in traced.constants.items()}
     if repr(constants) != repr(content["constants"]):
         raise UserError(f"{begin}: was traced with {content['constants']}, not {constants}: constants of the graph")
+    if (repeated := _names_of_repeated(traced)) != content["repeated"]:
+        was = ", ".join(f"{x} given as {y} too" for y, x in content["repeated"]) or "each tensor given once"
+        now = ", ".join(f"{x} given as {y} too" for y, x in repeated) or "each given once"
+        raise UserError(f"{begin}: was traced with {was}, not {now}")
     try:
         check_call(traced, args, kwargs)
     except UserError as error:
         raise UserError(f"{begin}: {error}") from error
     return dataclasses.replace(traced, options=options, autocast=autocast, classes=content["classes"])
+
+
+def _names_of_repeated(traced: TracedResult) -> list[tuple[str, str]]:
+    return [(traced.names[i], traced.names[earlier]) for i, earlier in traced.repeated.items()]
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(_as_text({**content, "digest": ""}).encode()).hexdigest()
+
+
+def _as_text(content: Mapping[str, Any]) -> str:
+    return json.dumps(content, separators=(",", ":"))
 
 
 def _device_of(traced: TracedResult) -> torch.device:

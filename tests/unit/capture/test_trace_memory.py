@@ -11,6 +11,7 @@ import torch
 from sized import CAPTURES
 from torch import Tensor, nn
 
+from torchtitan_graph.capture.trace import minimal_fx_tracer
 from torchtitan_graph.capture.traced import run_traced
 from torchtitan_graph.errors import UserError
 
@@ -162,3 +163,59 @@ def test_a_function_is_traced_where_another_thread_assigns_data() -> None:
     assert held.tolist() == [1, 1]
     held.data = torch.zeros(2)
     assert held.tolist() == [0, 0] and "data" not in vars(Tensor)
+
+
+def turned(x: Tensor) -> Tensor:
+    x.t_()
+    return x * 1
+
+
+def resized(x: Tensor) -> Tensor:
+    x.resize_(1)
+    return x * 1
+
+
+def moved(x: Tensor) -> Tensor:
+    x.set_(x * 2)
+    return x * 1
+
+
+@pytest.mark.parametrize("fn", [turned, resized, moved])
+def test_an_argument_that_gets_another_shape_or_memory_in_place_is_refused(fn: Callable[[Tensor], Tensor]) -> None:
+    with pytest.raises(UserError, match="changes the shape, the strides or the memory of x in place"):
+        minimal_fx_tracer(fn, donated=["x"])(torch.ones(2, 3))
+
+
+def test_a_shape_that_is_put_back_is_traced() -> None:
+    def twice(x: Tensor) -> Tensor:
+        return x.t_().mul_(2).t_() + 1
+
+    given = torch.ones(2, 3)
+    result = run_traced(minimal_fx_tracer(twice, donated=["x"])(torch.ones(2, 3)))(given)
+    assert given.tolist() == [[2.0] * 3] * 2 and result.tolist() == [[3.0] * 3] * 2
+
+
+def same_or_not(x: Tensor, y: Tensor) -> Tensor:
+    return x + y if x is y else x - y
+
+
+@pytest.mark.parametrize("capture", CAPTURES)
+def test_a_tensor_that_is_given_twice_is_one_in_the_graph(capture: str) -> None:
+    one, two = CAPTURES[capture](same_or_not)(X, X), CAPTURES[capture](same_or_not)(X, X + 1)
+    assert torch.equal(run_traced(one)(X, X), X + X)
+    assert torch.equal(run_traced(two)(X, X + 1), X - (X + 1))
+    with pytest.raises(UserError, match="x and y are two tensors, traced as one: pass one, or trace again"):
+        run_traced(one)(X, X + 1)
+    leaf = X.clone().requires_grad_()
+    two = CAPTURES[capture](same_or_not)(leaf, X.clone().requires_grad_())
+    with pytest.raises(UserError, match="x and y are one tensor that takes gradients, traced as two: pass two"):
+        run_traced(two)(leaf, leaf)
+
+
+def test_gradients_of_a_tensor_that_is_given_twice_are_sums() -> None:
+    def gradients(x: Tensor, y: Tensor) -> Any:
+        return torch.autograd.grad((x * y).sum(), (x, y))
+
+    leaf = X.clone().requires_grad_()
+    plain, found = gradients(leaf, leaf), run_traced(CAPTURES["make_fx"](gradients)(leaf, leaf))(leaf, leaf)
+    assert all(torch.equal(a, b) and torch.equal(a, 2 * X) for a, b in zip(plain, found, strict=True))

@@ -1,6 +1,7 @@
 """A traced function in a file: the same numbers and the same refusals after it is read; a forged file is refused."""
 
 import copy
+import hashlib
 import json
 import pickle
 from collections.abc import Callable
@@ -147,7 +148,7 @@ def test_a_wrong_file_or_folder_is_refused(tmp_path: Path) -> None:
 
 FORGED: list[Callable[[dict[str, Any]], Any]] = [
     lambda found: found.clear(),
-    lambda found: found.update(format=2),
+    lambda found: found.update(format=1),
     lambda found: found.update(autocast={"cpu": "os"}),
     lambda found: found.update(options={"lr": {"list": []}}),
     lambda found: found.update(device="os.system"),
@@ -158,13 +159,39 @@ FORGED: list[Callable[[dict[str, Any]], Any]] = [
 ]
 
 
+def sealed(content: dict[str, Any]) -> dict[str, Any]:
+    """Return a file's content with the digest that fits."""
+    text = json.dumps({**content, "digest": ""}, separators=(",", ":"))
+    return {**content, "digest": hashlib.sha256(text.encode()).hexdigest()}
+
+
+def test_a_changed_number_or_operator_is_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "step.json"
+    save_traced(minimal_fx_tracer(lambda x: x * 2.5 + 1)(X), path)
+    good = path.read_text()
+    for old, new in (("2.5", "7.5"), ("aten::add.Tensor", "aten::sub.Tensor")):
+        path.write_text(good.replace(old, new))
+        with pytest.raises(UserError, match="load_traced: .*step.json: is no file of save_traced: it is damaged"):
+            load_traced(path, X)
+    path.write_text(good)
+    assert torch.equal(run_traced(load_traced(path, X))(X), X * 2.5 + 1)
+
+
+def test_a_tensor_that_is_given_twice_is_saved_so(tmp_path: Path) -> None:
+    path = tmp_path / "step.json"
+    save_traced(minimal_fx_tracer(lambda x, y: x + y if x is y else x - y)(X, X), path)
+    assert torch.equal(run_traced(load_traced(path, X, X))(X, X), X + X)
+    with pytest.raises(UserError, match="was traced with x given as y too, not each given once"):
+        load_traced(path, X, X + 1)
+
+
 @pytest.mark.parametrize("number", range(len(FORGED)))
 def test_a_forged_file_is_refused(number: int, tmp_path: Path) -> None:
     path = tmp_path / "step.json"
     save_traced(traced(net()), path)
     content = json.loads(path.read_text())
     FORGED[number](content)
-    path.write_text(json.dumps(content))
+    path.write_text(json.dumps(sealed(content)))
     with pytest.raises(UserError, match="load_traced: .*step.json: (is no file of|not what was|was traced for)"):
         load_traced(path, {"x": X}, scale=2.0)
 

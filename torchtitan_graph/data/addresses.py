@@ -178,6 +178,8 @@ def _ls(fs: Any, folder: str) -> list[dict[str, Any]]:
 
 def _found(fs: Any, info: dict[str, Any], path: str, root: str) -> Found:
     name = path[len(root) :].lstrip("/") if root else path_of(path).rpartition("/")[2]
+    if "::" in path:
+        raise UserError(f"{path}: in an address '::' is between two protocols: give the file a name without it")
     version = _version(info) or _version(fs.info(path))  # some tell less in a list
     version = version or (("listed", str(time.time_ns())),)  # a server without any: what is kept is of this start
     return Found(fs.unstrip_protocol(path), name, int(info["size"] or 0), version)

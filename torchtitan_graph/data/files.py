@@ -113,6 +113,7 @@ class DataFile:
             open_data(path).close()  # raises, with the kind of file
         self.path, self.name = str(path), name or path.name
         self.size, self._changed_at = found.st_size, found.st_mtime_ns
+        self._version = f"{found.st_size} {found.st_mtime_ns} {found.st_ctime_ns}"  # a copy may keep the second
         self._descriptor: int | None = None
         self._check_at = 0.0
 
@@ -126,7 +127,7 @@ class DataFile:
 
     @property
     def key(self) -> str:
-        return f"{os.path.realpath(self.path)} {self.size} {self._changed_at}"
+        return f"{os.path.realpath(self.path)} {self._version}"
 
     def read(self) -> bytes:
         """Return all bytes, after transient errors too; raise UserError if it is gone, unreadable, or has changed."""

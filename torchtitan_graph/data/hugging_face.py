@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torchtitan_graph.data.bad_rows import BadRow
 from torchtitan_graph.data.columns import find_column, value_of, without_nulls
 from torchtitan_graph.data.corpus import Corpus, Resume, ShuffledCorpus, in_split, num_lanes, option_of, shuffled
 from torchtitan_graph.data.document import Document
@@ -49,8 +50,12 @@ class Rows:
         return self._bad_rows.read(self._read, index)
 
     def _read(self, index: int) -> Document:
-        row = {column: without_nulls(value) for column, value in self._rows[index].items()}
-        return self.form.document(row, f"{self._name}, row {index + 1}")
+        where = f"{self._name}, row {index + 1}"
+        try:
+            row = {column: without_nulls(value) for column, value in self._rows[index].items()}
+        except UnicodeDecodeError as error:
+            raise BadRow("not_utf8", f"{where}: not UTF-8 ({error})") from error
+        return self.form.document(row, where)
 
     def identity(self, index: int) -> str:
         return f"{Path(self._name).name}:{index}"

@@ -6,9 +6,11 @@ for its digest, and so is one of a web server that gives whole files alone.
 """
 
 import bisect
+import contextlib
 import importlib
 import io
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -38,31 +40,53 @@ def open_parquet(file: DataFile, reading: RowFormat) -> Source:
     bytes_of = _Bytes(file)
     try:
         with parquet.ParquetFile(arrow.PythonFile(bytes_of, "r") if file.is_remote else file.local()) as table:
-            features = datasets.Features.from_arrow_schema(table.schema_arrow)
+            schema = _known_to(datasets, table.schema_arrow, file.path)
+            features = datasets.Features.from_arrow_schema(schema)
             form = form_of_features(features, reading, file.path)
             used = {*used_columns(features, form)}
-            columns = [name for name in table.schema_arrow.names if name in used]
+            schema = arrow.schema([field for field in schema if field.name in used], schema.metadata)
             bytes_of.expect(_parts(table.metadata, used))
-            write = partial(_write_arrow, table, columns, file, reading.cache)
-            path, entry = reading.cache.make("arrow", file.key, *columns, build=write)
+            write = partial(_write_arrow, table, schema, file, reading.cache)
+            path, entry = reading.cache.make("arrow", file.key, *schema.names, build=write)
+        rows = datasets.Dataset.from_file(str(path))
     except (arrow.ArrowException, OSError) as error:
         if is_transient(error):
             raise
         file.check()
         raise UserError(f"{file.path}: not a Parquet file that can be read: {error}") from error
     digest = digest_files([file], [file.base])
-    return Rows(datasets.Dataset.from_file(str(path)), form, reading, file.path, digest, entry)
+    return Rows(rows, form, reading, file.path, digest, entry)
 
 
-def _write_arrow(table: Any, columns: list[str], file: DataFile, cache: NodeCache, path: Path) -> None:
+def _known_to(datasets: Any, schema: Any, path: str) -> Any:
+    """Return a schema without the columns whose types `datasets` does not know, which are not read, and without a
+    description in its own words that it can't read.
+
+    Raises UserError if two columns have the same name.
+    """
+    arrow = importlib.import_module("pyarrow")
+    if twice := [name for name, number in Counter(schema.names).items() if number > 1]:
+        raise UserError(f"{path}: two columns are named {twice[0]!r}: rename one")
+    fields = []
+    for field in schema:
+        with contextlib.suppress(ValueError):
+            datasets.Features.from_arrow_schema(arrow.schema([field]))
+            fields.append(field)
+    try:
+        features = datasets.Features.from_arrow_schema(arrow.schema(fields, schema.metadata))
+    except Exception:  # of many types: anybody may have written the description
+        features = datasets.Features.from_arrow_schema(arrow.schema(fields))
+    return arrow.schema(fields, features.arrow_schema.metadata)
+
+
+def _write_arrow(table: Any, schema: Any, file: DataFile, cache: NodeCache, path: Path) -> None:
     """Write columns of a Parquet file as a stream of Arrow."""
     arrow = importlib.import_module("pyarrow")
-    schema = arrow.schema([table.schema_arrow.field(name) for name in columns], table.schema_arrow.metadata)
     progress = Progress(f"writing {file.path} as Arrow", file.size)
     num_bytes = file.size / max(1, table.metadata.num_rows)  # of a row
     with arrow.OSFile(str(path), "wb") as sink, arrow.ipc.new_stream(sink, schema) as writer:
         # By one thread, which asks for parts in their order.
-        for batch in table.iter_batches(_ROWS_OF_ARROW, columns=columns, use_threads=not file.is_remote):
+        for batch in table.iter_batches(_ROWS_OF_ARROW, columns=schema.names, use_threads=not file.is_remote):
             cache.grow(batch.nbytes)
             with cache.refuse_unwritable():
                 writer.write_batch(batch)

@@ -96,8 +96,8 @@ def _place(path: str, is_folder: bool, files: dict[str, Path | Found], cache: No
 
 def _files_in(folder: Path, root: Path) -> dict[str, Path | Found]:
     files: dict[str, Path | Found] = {}
-    for parent, folders, names in os.walk(folder, onerror=_raise):
-        folders[:] = [name for name in folders if not _is_hidden(name)]
+    for parent, folders, names in os.walk(folder, onerror=_raise, followlinks=True):
+        folders[:] = [name for name in folders if not _is_hidden(name) and not _leads_back(Path(parent, name))]
         files |= {str(Path(parent, name).relative_to(root)): Path(parent, name) for name in names}
     return files
 
@@ -105,6 +105,11 @@ def _files_in(folder: Path, root: Path) -> dict[str, Path | Found]:
 def _is_hidden(name: str) -> bool:
     *folders, last = name.split("/")
     return last.startswith(".") or any(folder.startswith((".", "__pycache__")) for folder in folders)
+
+
+def _leads_back(folder: Path) -> bool:
+    """Return whether a folder is a link to one that it is in."""
+    return folder.is_symlink() and folder.resolve() in (here := folder.parent.resolve(), *here.parents)
 
 
 def _raise(error: OSError) -> None:  # a folder that can't be listed; os.walk would leave it out

@@ -139,7 +139,7 @@ class RemoteFile(DataFile):
         yield from ahead([partial(self.read_part, start, CHUNK) for start in range(0, self.size, CHUNK)], AT_ONCE)
 
     def local(self) -> Path:
-        if not self.size:  # an empty file has no block
+        if not self.size:
             return self._cache.make("empty", build=Path.touch)[0]
         if (blocks := self._open()) is None:
             self._cache.open("blocks", self.key, size=self.size)  # raises, and says why
@@ -166,8 +166,8 @@ class RemoteFile(DataFile):
         pass  # what is kept stays what it was when it was read
 
     def _open(self) -> "_Blocks | None":
-        """Return what is kept of the file; None if it is too large for that."""
-        if self._blocks is None and self.is_kept:
+        """Return what is kept of the file; None if it is empty, or too large for that."""
+        if self._blocks is None and self.is_kept and self.size:  # an empty file has no block
             try:
                 self._entry = self._cache.open("blocks", self.key, size=self.size)
             except Full as error:

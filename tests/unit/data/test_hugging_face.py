@@ -256,3 +256,38 @@ def test_which_split_of_the_hub_is_streamed(monkeypatch, stream, own_splits, spl
     corpus = open_hub("owner/name:config", RowFormat(), split, seed=0)
     assert asked == [(("owner/name", "config"), {"split": part, "streaming": True})]
     assert sorted(texts_of(corpus)) == sorted(texts_of(StreamedCorpus(stream, RowFormat(), "", used, 0)))
+
+
+def write_parquet(path, table, **metadata):
+    pytest.importorskip("pyarrow.parquet").write_table(table.replace_schema_metadata(metadata or None), path)
+
+
+def test_parquet_columns_that_are_not_read_may_be_of_any_type(tmp_path):
+    arrow = pytest.importorskip("pyarrow")
+    words = arrow.array([[("key", 1)], []], arrow.map_(arrow.string(), arrow.int64()))
+    write_parquet(tmp_path / "a.parquet", arrow.table({"words": words, "text": ["one", "two"]}))
+    assert sorted(texts_of(open_corpus("", str(tmp_path / "a.parquet"), "all", 0))) == ["one", "two"]
+
+
+@pytest.mark.parametrize("said", ["x", "[1]", '{"info": {"features": {"text": {"_type": "Nope"}}}}', "{}"])
+def test_a_description_of_parquet_that_can_not_be_read_is_left_aside(tmp_path, said):
+    arrow = pytest.importorskip("pyarrow")
+    write_parquet(tmp_path / "a.parquet", arrow.table({"text": ["one", "two"]}), huggingface=said)
+    assert sorted(texts_of(open_corpus("", str(tmp_path / "a.parquet"), "all", 0))) == ["one", "two"]
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path):
+    arrow = pytest.importorskip("pyarrow")
+    write_parquet(tmp_path / "a.parquet", arrow.table([["one"], ["two"]], names=["text", "text"]))
+    with pytest.raises(UserError, match=r"a.parquet: two columns are named 'text': rename one"):
+        open_corpus("", str(tmp_path / "a.parquet"), "all", 0)
+
+
+def test_text_in_parquet_that_is_not_utf_8_is_a_bad_row(tmp_path):
+    arrow = pytest.importorskip("pyarrow")
+    text = arrow.array([b"one", b"\xff\xfe", b"two"]).view(arrow.string())
+    write_parquet(tmp_path / "a.parquet", arrow.table({"text": text}))
+    with pytest.raises(UserError, match=r"a.parquet, row 2: not UTF-8"):
+        open_corpus("", str(tmp_path / "a.parquet"), "all", 0)
+    corpus = open_corpus("", str(tmp_path / "a.parquet"), "all", 0, RowFormat(on_bad_row="skip"))
+    assert [corpus.source[0], corpus.source[2]] == ["one", "two"]

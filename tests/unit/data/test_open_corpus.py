@@ -44,3 +44,14 @@ def test_paths_in_a_file_are_relative_to_the_folder_that_the_command_is_started_
     monkeypatch.chdir(tmp_path / "here")
     path = load(["--job.config_file", str(tmp_path / "config" / "mine.toml")]).training.dataset_path
     assert list(open_corpus("", path, "all", 0).documents(0, 0, 0)) == [(0, "here")]
+
+
+def test_links_to_folders_are_followed_but_not_in_a_circle(tmp_path: Path) -> None:
+    for name in ("corpus/a", "elsewhere/inner"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "x.txt").write_text(name)
+    (tmp_path / "corpus" / "linked").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere" / "back").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "corpus" / "a" / "up").symlink_to("..")
+    corpus = open_corpus("", str(tmp_path / "corpus"), "all", 0)
+    assert [corpus.source[i] for i in range(len(corpus.source))] == ["corpus/a", "elsewhere/inner"]

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import difflib
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -53,10 +53,6 @@ class Given(NamedTuple):
     def by_name(self) -> dict[str, Any]:
         return dict(zip(self.names, self.leaves, strict=True))
 
-    @property
-    def repeated(self) -> dict[int, int]:
-        return repeated(self.leaves)
-
 
 def take_call(parameters: tuple[str, ...], args: tuple, kwargs: dict[str, Any]) -> Given:
     """Flatten a call's arguments; raise a UserError for those that a graph can't take."""
@@ -69,13 +65,6 @@ def take_call(parameters: tuple[str, ...], args: tuple, kwargs: dict[str, Any]) 
         _check_argument(name, leaf)
     owners = [name for name, spec in arguments.items() for _ in range(spec.num_leaves)]
     return Given(leaves, in_spec, arguments, parameters, names, constants, owners)
-
-
-def repeated(leaves: Sequence[Any]) -> dict[int, int]:
-    """Return the positions of tensors that are an earlier leaf too, with that one's position."""
-    first: dict[int, int] = {}
-    places = ((i, first.setdefault(id(x), i)) for i, x in enumerate(leaves) if isinstance(x, Tensor))
-    return {i: earlier for i, earlier in places if earlier != i}
 
 
 def ordered(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:

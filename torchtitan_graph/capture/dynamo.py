@@ -94,8 +94,6 @@ def dynamo_capture(
             _faked(x, mode, device, sizes.strided(name, x)) if isinstance(x, Tensor) else sizes.number(name, x)
             for name, x in zip(given.names, given.leaves, strict=True)
         ]
-        for i, earlier in given.repeated.items():
-            leaves[i] = leaves[earlier]
         fake_args, fake_kwargs = pytree.tree_unflatten(leaves, given.in_spec)
         call = _Call.of(fn, args, kwargs)
         try:

@@ -258,7 +258,6 @@ def minimal_fx_tracer(
             parameters=given.parameters,
             names=given.names,
             constants=given.constants,
-            repeated=given.repeated,
             out_spec=out.spec,
             out_constants=out.constants,
             options=optimizer_options(module, optimizer),
@@ -302,15 +301,13 @@ def _on_flat_tensors(
         leaves = new_leaves([x for _, _, x in values], [slot.layout for slot in slots], flat)
         traced = dict(zip([(s.kind, s.name) for s in slots], leaves, strict=True))
         full = [given.constants[i] if i in given.constants else traced["input", n] for i, n in enumerate(given.names)]
-        for i, earlier in given.repeated.items():
-            full[i] = full[earlier]
         args, kwargs = pytree.tree_unflatten(full, given.in_spec)
-        forms = {name: _form(x) for (_, name), x in traced.items()}
+        forms = {key: _form(x) for key, x in traced.items()}
         if out.uncleared is not None:
             out.uncleared.lay(traced)
         with swapped_state(module, optimizer, traced), unassigned_data(traced):
             result = fn(*args, **kwargs)
-        if changed := [name for (_, name), x in traced.items() if not _is_form(x, forms[name])]:
+        if changed := [key[1] for key, x in traced.items() if not _is_form(x, forms[key])]:
             raise UserError(
                 f"the traced function changes the shape, the strides or the memory of {listed(changed)} in place, by"
                 " t_, resize_, set_ or the like, which a graph does to no tensor of its caller: return a new one"

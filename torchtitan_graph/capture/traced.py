@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import sympy
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.optim import Optimizer
 
-from torchtitan_graph.capture.arguments import leaves_by_name, ordered, repeated
+from torchtitan_graph.capture.arguments import leaves_by_name, ordered
 from torchtitan_graph.capture.calls import RUN, TRACE, called_as, expect, expect_state
 from torchtitan_graph.capture.dynamic import Sizes
 from torchtitan_graph.capture.refusals import refuse_strides
@@ -34,7 +34,6 @@ class TracedResult:
     parameters  the function's positional parameters
     names       the leaves of (args, kwargs), by the function's own names
     constants   the leaves of (args, kwargs) that are no tensors, by position; a call with other values is refused
-    repeated    the leaves of (args, kwargs) that are the tensor of an earlier leaf, by position, with that one's
     out_spec    pytree of the result
     out_constants  the leaves of the result that are no tensors, by position; a dynamic size as an expression
     options     the values in the optimizer's groups that are no tensors, by name: constants of the trace as well
@@ -53,7 +52,6 @@ class TracedResult:
     parameters: tuple[str, ...]
     names: tuple[str, ...]
     constants: dict[int, Any]
-    repeated: dict[int, int]
     out_spec: pytree.TreeSpec
     out_constants: dict[int, Any]
     options: dict[str, Any]
@@ -183,7 +181,7 @@ def _flat_inputs(
                 f"{traced.names[i]} is {found}, traced with {constant!r}: a value that is not a tensor is a "
                 "constant of the trace; pass it as a tensor, or trace again"
             )
-    _expect_repeated(traced, leaves)
+    _refuse_given_twice(traced.names, leaves)
     tensors = [leaf for i, leaf in enumerate(leaves) if i not in traced.constants]
     for slot, tensor in zip(slots, tensors, strict=True):
         device = examples[slot.name].device.type
@@ -195,16 +193,16 @@ def _flat_inputs(
     return flat, traced.sizes.check(dict(zip(traced.names, leaves, strict=True)))
 
 
-def _expect_repeated(traced: TracedResult, leaves: list[Any]) -> None:
-    """Raise a UserError if two arguments are one tensor, and were not when traced, or the reverse. A tensor that takes
-    no gradients may be given for several: only a function that asks whether they are one would notice."""
-    found = repeated(leaves)
-    for i in {**traced.repeated, **found} if traced.repeated != found else ():
-        wanted, earlier = traced.repeated.get(i), found.get(i)
-        if wanted != earlier and (wanted is not None or leaves[i].requires_grad):
-            first = traced.names[earlier if wanted is None else wanted]  # type: ignore[index]
-            now, then = ("two tensors", "one") if wanted is not None else ("one tensor that takes gradients", "two")
-            raise UserError(f"{first} and {traced.names[i]} are {now}, traced as {then}: pass {then}, or trace again")
+def _refuse_given_twice(names: Sequence[str], leaves: Sequence[Any]) -> None:
+    """Raise a UserError if one tensor that takes gradients is given for two arguments: each of them would get a part of
+    its gradients."""
+    first: dict[int, str] = {}
+    for name, x in zip(names, leaves, strict=True):
+        if isinstance(x, Tensor) and x.requires_grad and first.setdefault(id(x), name) != name:
+            raise UserError(
+                f"{first[id(x)]} and {name} are one tensor that takes gradients, which are two inputs of the graph: "
+                "trace a function that has it as one argument, or pass a copy for the other"
+            )
 
 
 def _unflatten_result(

@@ -261,7 +261,6 @@ def traced_from_data(
         given.parameters,
         given.names,
         given.constants,
-        given.repeated,
         out_spec,
         out_constants,
         {},

@@ -37,7 +37,6 @@ class _File(TypedDict):
     device: str
     arguments: str
     constants: dict[str, bool | int | float | str | None]
-    repeated: list[tuple[str, str]]
     options: dict[str, Any]
     autocast: dict[str, str]
     classes: dict[str, str]
@@ -67,7 +66,6 @@ def save_traced(traced: TracedResult, path: Path | str) -> None:
             "device": device.type,
             "arguments": str(traced.in_spec),
             "constants": {traced.names[i]: x for i, x in traced.constants.items()},
-            "repeated": _names_of_repeated(traced),
             "options": {name: _option_to_data(name, x) for name, x in traced.options.items()},
             "autocast": {kind: str(dtype).removeprefix("torch.") for kind, dtype in traced.autocast.items()},
             "classes": traced.classes,
@@ -116,19 +114,11 @@ def load_traced(path: Path | str, *args: Any, **kwargs: Any) -> TracedResult:
     constants = {traced.names[i]: x for i, x in traced.constants.items()}
     if repr(constants) != repr(content["constants"]):
         raise UserError(f"{begin}: was traced with {content['constants']}, not {constants}: constants of the graph")
-    if (repeated := _names_of_repeated(traced)) != content["repeated"]:
-        was = ", ".join(f"{x} given as {y} too" for y, x in content["repeated"]) or "each tensor given once"
-        now = ", ".join(f"{x} given as {y} too" for y, x in repeated) or "each given once"
-        raise UserError(f"{begin}: was traced with {was}, not {now}")
     try:
         check_call(traced, args, kwargs)
     except UserError as error:
         raise UserError(f"{begin}: {error}") from error
     return dataclasses.replace(traced, options=options, autocast=autocast, classes=content["classes"])
-
-
-def _names_of_repeated(traced: TracedResult) -> list[tuple[str, str]]:
-    return [(traced.names[i], traced.names[earlier]) for i, earlier in traced.repeated.items()]
 
 
 def _digest(content: Mapping[str, Any]) -> str:

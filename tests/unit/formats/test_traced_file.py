@@ -177,14 +177,6 @@ def test_a_changed_number_or_operator_is_noticed(tmp_path: Path) -> None:
     assert torch.equal(run_traced(load_traced(path, X))(X), X * 2.5 + 1)
 
 
-def test_a_tensor_that_is_given_twice_is_saved_so(tmp_path: Path) -> None:
-    path = tmp_path / "step.json"
-    save_traced(minimal_fx_tracer(lambda x, y: x + y if x is y else x - y)(X, X), path)
-    assert torch.equal(run_traced(load_traced(path, X, X))(X, X), X + X)
-    with pytest.raises(UserError, match="was traced with x given as y too, not each given once"):
-        load_traced(path, X, X + 1)
-
-
 @pytest.mark.parametrize("number", range(len(FORGED)))
 def test_a_forged_file_is_refused(number: int, tmp_path: Path) -> None:
     path = tmp_path / "step.json"

@@ -142,14 +142,15 @@ class Lock:
     def _create(self) -> bool:
         """Create the lock and return True; False if there is one. A kill leaves no partial lock."""
         try:
-            with self._tmp.open("xb") as file:
+            with self._tmp.open("xb") as file:  # an error of a folder that can't be written comes before any wait
                 file.write(self._content)
                 file.flush()
                 os.fsync(file.fileno())
-            os.link(self._tmp, self.path)
-        except OSError as error:  # not every file system has links; another cause fails again there
-            if not self._is_linked():
-                return False if isinstance(error, FileExistsError) else self._create_without_link()
+            try:
+                os.link(self._tmp, self.path)
+            except OSError as error:  # not every file system has links; another cause fails again there
+                if not self._is_linked():
+                    return False if isinstance(error, FileExistsError) else self._create_without_link()
         finally:
             with contextlib.suppress(OSError):  # the lock is there, or is not, whatever becomes of this
                 self._tmp.unlink()
